@@ -1,0 +1,146 @@
+"""The commands as library calls: what ``cli`` runs, without printing. Import and use them from Python as they are."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mla_convert.catalogue import Catalogue
+from mla_convert.combining import CombineOptions, plan_combine
+from mla_convert.engine import RunOptions, RunReport, run_plan
+from mla_convert.formats.huggingface import open_checkpoint
+from mla_convert.geometry import AttentionBlock, find_blocks
+from mla_convert.inspection import describe_group, group_blocks, inspect_document
+from mla_convert.manifest import read_manifest
+from mla_convert.plan import Plan
+from mla_convert.progress import Progress, SilentProgress
+from mla_convert.splitting import SplitOptions, plan_split
+from mla_convert.staging import check_target
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A conversion that was planned and, unless it was a dry run, carried out.
+
+    Attributes:
+        plan: What was to be done.
+        output: The output folder.
+        blocks: The attention blocks of the source.
+        report: What was done; None for a dry run.
+    """
+
+    plan: Plan
+    output: Path
+    blocks: tuple[AttentionBlock, ...]
+    report: RunReport | None
+
+    def document(self) -> dict[str, Any]:
+        """What ``--json`` prints: the outcome, and the whole plan for a dry run."""
+        plan, report = self.plan, self.report
+        document: dict[str, Any] = {
+            "command": plan.operation,
+            "dry_run": report is None,
+            "output": str(self.output),
+            "plan": plan.digest(),
+            "layout": plan.manifest["layout"],
+            "attention": [
+                describe_group(plan.catalogue, group) for group in group_blocks(plan.catalogue, self.blocks)
+            ],
+            "files": {
+                "rewritten": len(plan.rewritten),
+                "carried": len(plan.carried),
+                "generated": len(plan.generated),
+            },
+            "bytes": {
+                "total": plan.bytes_total,
+                "rewritten": plan.bytes_rewritten,
+                "carried": plan.bytes_carried,
+            },
+            "warnings": [*plan.warnings, *(report.warnings if report else [])],
+        }
+        if report is None:
+            document["steps"] = plan.describe()
+        else:
+            document["bytes"]["by_way"] = dict(report.bytes_by_way)
+            document["already_done"] = report.already_done
+            document["resumed_files"] = report.resumed_files
+            document["seconds"] = round(report.seconds, 3)
+        return document
+
+
+def default_output(source: Path, suffix: str) -> Path:
+    """``PATH-split`` beside ``PATH``; a file loses its extension."""
+    name = Path(os.path.abspath(source))  # noqa: PTH100 - links keep their own names
+    return name.with_name((name.stem if name.is_file() else name.name) + suffix)
+
+
+def inspect(source: Path, *, trust_shapes: bool = False) -> tuple[Catalogue, dict[str, Any]]:
+    """Read a checkpoint's inventory and describe it, reading no weight.
+
+    Raises:
+        MlaConvertError: As :func:`open_checkpoint` and :func:`find_blocks` do.
+    """
+    catalogue = open_checkpoint(source)
+    return catalogue, inspect_document(catalogue, find_blocks(catalogue, trust_shapes=trust_shapes))
+
+
+def split(
+    source: Path,
+    output: Path | None = None,
+    options: SplitOptions | None = None,
+    *,
+    run: RunOptions | None = None,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> Conversion:
+    """Split every combined KV up-projection of ``source`` into K and V, into ``output``.
+
+    Args:
+        source: A Hugging Face checkpoint folder, or one ``.safetensors`` file.
+        output: The new folder; ``SOURCE-split`` if None.
+        options: What to do.
+        run: How to do it.
+        progress: Who is told about progress.
+        dry_run: Plan only; nothing is written.
+
+    Raises:
+        MlaConvertError: The subclass says of which kind; nothing half-done is left under the output's name.
+    """
+    options, run = options or SplitOptions(), run or RunOptions()
+    target = output or default_output(source, "-split")
+    check_target(source, target, overwrite=run.overwrite)
+    plan = plan_split(open_checkpoint(source), options)
+    return _finish(plan, target, run, progress, dry_run, options.trust_shapes)
+
+
+def combine(
+    source: Path,
+    output: Path | None = None,
+    options: CombineOptions | None = None,
+    *,
+    run: RunOptions | None = None,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> Conversion:
+    """Put K and V of ``source`` together again, into ``output`` (``SOURCE-combined`` if None).
+
+    With the manifest that ``split`` wrote, the original files come back byte for byte. Arguments and errors are
+    those of :func:`split`.
+    """
+    options, run = options or CombineOptions(), run or RunOptions()
+    target = output or default_output(source, "-combined")
+    check_target(source, target, overwrite=run.overwrite)
+    catalogue = open_checkpoint(source)
+    manifest = None if options.ignore_manifest else read_manifest(catalogue.root)
+    plan = plan_combine(catalogue, manifest, options)
+    return _finish(plan, target, run, progress, dry_run, options.trust_shapes)
+
+
+def _finish(
+    plan: Plan, target: Path, run: RunOptions, progress: Progress | None, dry_run: bool, trust_shapes: bool
+) -> Conversion:
+    blocks = find_blocks(plan.catalogue, trust_shapes=trust_shapes)
+    report = None if dry_run else run_plan(plan, target, run, progress or SilentProgress())
+    return Conversion(plan, target, blocks, report)

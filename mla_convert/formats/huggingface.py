@@ -1,0 +1,287 @@
+"""Hugging Face checkpoints: a folder of safetensors shards with or without an index, or one file.
+
+Shards may carry any name. Symbolic links are followed, because the Hub's cache is made of them; names are checked
+instead, so an index cannot point outside its folder.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mla_convert.catalogue import Catalogue, JsonFile, OtherFile, SourceFile, SourceTensor
+from mla_convert.errors import BadInputError, CannotError, UsageError
+from mla_convert.formats.safetensors import read_header
+from mla_convert.names import parse_up_projection
+from mla_convert.storage import identify
+from mla_convert.strict_json import MAX_BYTES, open_regular, parse_json, read_up_to
+
+MANIFEST_NAME = "mla-convert.json"
+INDEX_SUFFIX = ".safetensors.index.json"
+_CONFIG_NAMES = ("config.json", "params.json")
+_SKIPPED_FOLDERS = frozenset({".git", ".cache", ".huggingface", "__pycache__"})
+
+
+def open_checkpoint(path: Path) -> Catalogue:
+    """Read the inventory of a checkpoint: headers, index and configuration, never a weight.
+
+    Args:
+        path: A folder, a ``.safetensors`` file, an index file, or a Hub cache folder with one snapshot.
+
+    Raises:
+        UsageError: There is nothing at ``path``.
+        BadInputError: The checkpoint is damaged or contradicts itself.
+        CannotError: It is a checkpoint of a kind this reader does not handle.
+    """
+    if not os.path.lexists(path):
+        raise UsageError(f"{path} does not exist")
+    if path.name.endswith(INDEX_SUFFIX) and path.is_file():
+        path = path.parent
+    if not path.is_dir():
+        return _open_file(path)
+    path = _snapshot(path)
+    names = _weight_names(path)
+    index = _read_index(path)
+    weights, warnings = _indexed(path, names, index) if index else (names, [])
+    files = {name: _source_file(path, name) for name in sorted(weights)}
+    tensors = _tensors(files, index)
+    if index:
+        _check_index(index, tensors)
+    others, more = _others(path, files, index)
+    return Catalogue(
+        root=path,
+        single_file=False,
+        files=files,
+        tensors=tensors,
+        config=_read_config(path),
+        index=index,
+        others=others,
+        warnings=(*warnings, *more),
+    )
+
+
+def _open_file(path: Path) -> Catalogue:
+    if path.suffix != ".safetensors":
+        raise CannotError(
+            f"{path} is not a .safetensors file or a folder",
+            hint="give the checkpoint's folder, or one .safetensors file",
+        )
+    files = {path.name: _source_file(path.parent, path.name)}
+    return Catalogue(
+        root=path.parent,
+        single_file=True,
+        files=files,
+        tensors=_tensors(files, None),
+        config=_read_config(path.parent),
+        index=None,
+        others=(),
+    )
+
+
+def _snapshot(path: Path) -> Path:
+    """A Hub cache folder (``models--org--name``) stands for the snapshot that it holds."""
+    snapshots = path / "snapshots"
+    if not snapshots.is_dir() or any(path.glob("*.safetensors")):
+        return path
+    found = sorted(entry for entry in snapshots.iterdir() if entry.is_dir())
+    main = path / "refs" / "main"
+    if main.is_file():
+        revision = main.read_text(errors="replace").strip()
+        found = [entry for entry in found if entry.name == revision] or found
+    if len(found) != 1:
+        raise UsageError(
+            f"{path} is a Hub cache with {len(found)} snapshots",
+            hint="name one of them",
+            details=[str(entry) for entry in found],
+        )
+    return found[0]
+
+
+def _weight_names(path: Path) -> list[str]:
+    names = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(".safetensors"))
+    if names:
+        return names
+    entries = sorted(entry.name for entry in path.iterdir())
+    if ".metadata" in entries or "latest_checkpointed_iteration.txt" in entries:
+        raise CannotError(f"{path} looks like a Megatron checkpoint, which this version does not read")
+    for suffix, what in ((".bin", "PyTorch pickle"), (".pt", "PyTorch pickle"), (".gguf", "GGUF")):
+        if any(name.endswith(suffix) for name in entries):
+            raise CannotError(
+                f"{path} holds {what} files and no .safetensors",
+                hint="convert it to safetensors first; this tool never unpickles a model",
+            )
+    raise BadInputError(
+        f"{path} holds no .safetensors files ({len(entries)} entries)", hint="is the download complete?"
+    )
+
+
+def _read_index(path: Path) -> JsonFile | None:
+    found = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(INDEX_SUFFIX))
+    if not found:
+        return None
+    name = "model" + INDEX_SUFFIX if "model" + INDEX_SUFFIX in found else found[0]
+    if len(found) > 1 and not name.startswith("model."):
+        raise BadInputError(
+            f"{path} has {len(found)} indexes and none is model{INDEX_SUFFIX}",
+            hint="keep the weights of one checkpoint in the folder",
+            details=found,
+        )
+    index = _read_json_object(path, name)
+    weight_map = index.value.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BadInputError(f"{path / name}: there is no weight_map in it", hint="download the index again")
+    for tensor, file in weight_map.items():
+        if not _is_safe_name(file):
+            raise BadInputError(
+                f"{path / name}: unsafe file name {file!r} for tensor {tensor!r}",
+                hint="a weight_map value must be a bare .safetensors file name",
+            )
+    if not isinstance(index.value.get("metadata", {}), dict):
+        raise BadInputError(f"{path / name}: metadata is not an object")
+    return index
+
+
+def _is_safe_name(name: Any) -> bool:
+    return (
+        isinstance(name, str)
+        and name.endswith(".safetensors")
+        and len(name) > len(".safetensors")
+        and not any(char in name for char in "/\\\0")
+        and name not in (".", "..")
+    )
+
+
+def _indexed(path: Path, names: list[str], index: JsonFile) -> tuple[list[str], list[str]]:
+    """The shards that an index names, and a warning for each other one that is no part of the model."""
+    weight_map: Mapping[str, str] = index.value["weight_map"]
+    wanted = set(weight_map.values())
+    missing = sorted(wanted - set(names))
+    if missing:
+        lost = sum(file in set(missing) for file in weight_map.values())
+        raise BadInputError(
+            f"{path}: {len(missing)} of {len(wanted)} shards named by {index.name} are missing "
+            f"({lost} tensors)",
+            hint="download them before converting",
+            details=missing,
+        )
+    warnings = []
+    for name in sorted(set(names) - wanted):
+        tensors = read_header(path / name).tensors
+        held = [tensor.spec.name for tensor in tensors if parse_up_projection(tensor.spec.name)]
+        if held and not name.startswith("consolidated"):
+            raise BadInputError(
+                f"{path / name} is not in {index.name}, but it holds {len(tensors)} tensors, "
+                f"{len(held)} of them KV up-projections",
+                hint="the index is stale, or the file is left over: regenerate the one or remove the other",
+                details=held,
+            )
+        warnings.append(f"{name} is not in {index.name}; it is carried over unchanged")
+    return sorted(wanted), warnings
+
+
+def _source_file(root: Path, name: str) -> SourceFile:
+    path = root / name
+    return SourceFile(name, path, read_header(path), identify(path))
+
+
+def _tensors(files: Mapping[str, SourceFile], index: JsonFile | None) -> dict[str, SourceTensor]:
+    tensors: dict[str, SourceTensor] = {}
+    for file in files.values():
+        for stored in file.header.tensors:
+            name = stored.spec.name
+            if name in tensors:
+                raise BadInputError(
+                    f"tensor {name} is in two shards: {tensors[name].file} and {file.name}",
+                    hint="keep the weights of one checkpoint in the folder"
+                    + ("" if index else "; an index would say which files belong together"),
+                )
+            tensors[name] = SourceTensor(stored.spec, file.name, stored.start, stored.stop)
+    if not tensors:
+        raise BadInputError(f"none of the {len(files)} weight files holds a tensor")
+    return tensors
+
+
+def _check_index(index: JsonFile, tensors: Mapping[str, SourceTensor]) -> None:
+    weight_map: Mapping[str, str] = index.value["weight_map"]
+    absent = sorted(set(weight_map) - set(tensors))
+    unlisted = sorted(set(tensors) - set(weight_map))
+    moved = sorted(
+        name for name, file in weight_map.items() if name in tensors and tensors[name].file != file
+    )
+    if not (absent or unlisted or moved):
+        return
+    raise BadInputError(
+        f"{index.name} does not describe the shards: {len(absent)} tensors it lists are in none of them, "
+        f"{len(unlisted)} are not listed, {len(moved)} lie in another shard",
+        hint="the index is stale or a shard is from another model; download both again",
+        details=[
+            *(f"listed only: {name}" for name in absent),
+            *(f"not listed: {name}" for name in unlisted),
+            *(f"{name}: listed in {weight_map[name]}, found in {tensors[name].file}" for name in moved),
+        ],
+    )
+
+
+def _read_json_object(root: Path, name: str) -> JsonFile:
+    with open_regular(root / name) as file:
+        data = read_up_to(file, MAX_BYTES + 1, where=str(root / name))
+    value = parse_json(data, where=str(root / name))
+    if not isinstance(value, dict):
+        raise BadInputError(f"{root / name}: expected a JSON object, found {type(value).__name__}")
+    return JsonFile(name, data, value)
+
+
+def _read_config(root: Path) -> JsonFile | None:
+    for name in _CONFIG_NAMES:
+        if os.path.lexists(root / name):
+            return _read_json_object(root, name)
+    return None
+
+
+def _others(
+    root: Path, files: Mapping[str, SourceFile], index: JsonFile | None
+) -> tuple[tuple[OtherFile, ...], list[str]]:
+    """Every file that is neither weights nor rewritten, found recursively; our own manifest is not carried."""
+    taken = {*files, MANIFEST_NAME, *([index.name] if index else [])}
+    others, warnings = [], []
+    for name in _walk(root, ""):
+        if name in taken:
+            continue
+        status = _status(root / name)
+        if not stat.S_ISREG(status.st_mode):
+            raise BadInputError(
+                f"{root / name} is a {_kind(status.st_mode)}, not a file that can be carried over",
+                hint="move it out of the checkpoint",
+            )
+        others.append(OtherFile(name, root / name, identify(root / name)))
+        if "/" not in name and name.endswith(".index.json"):
+            warnings.append(f"{name} is carried over unchanged")
+    return tuple(others), warnings
+
+
+def _walk(root: Path, folder: str) -> Iterator[str]:
+    for entry in sorted(os.scandir(root / folder), key=lambda found: found.name):
+        name = f"{folder}/{entry.name}" if folder else entry.name
+        if entry.is_dir(follow_symlinks=False):
+            if entry.name not in _SKIPPED_FOLDERS:
+                yield from _walk(root, name)
+        else:
+            yield name
+
+
+def _status(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        raise BadInputError(
+            f"{path} is a link that leads nowhere ({error.strerror})",
+            hint="download the file, or remove the link",
+        ) from error
+
+
+def _kind(mode: int) -> str:
+    kinds = ((stat.S_ISDIR, "link to a folder"), (stat.S_ISFIFO, "FIFO"), (stat.S_ISSOCK, "socket"))
+    return next((kind for test, kind in kinds if test(mode)), "device")

@@ -1,0 +1,258 @@
+"""How a KV up-projection is quantised, and the little arithmetic that its scales need.
+
+Splitting never recomputes a scale. Scales are copied, or replicated to smaller blocks (``split_kv``); only
+``--dequantize`` does arithmetic, element by element, in tables small enough for plain Python.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from mla_convert.errors import BadInputError, CannotError
+from mla_convert.tensors import TensorSpec
+
+FLOAT_DTYPES = frozenset({"BF16", "F16", "F32", "F64"})
+FP8_DTYPES = frozenset({"F8_E4M3", "F8_E5M2"})
+#: Fields that hold the multiplier of an FP8 weight ("inv" is a multiplier too).
+SCALE_FIELDS = ("weight_scale_inv", "weight_scale", "scale")
+#: Per-tensor companions that belong to both halves and are copied to each.
+SHARED_FIELDS = frozenset({"input_scale", "activation_scale", "qscale_act", "qscale_weight"})
+DEFAULT_BLOCK = (128, 128)
+
+
+class Scheme(StrEnum):
+    """What one scale value covers."""
+
+    PLAIN = "plain"
+    BLOCK = "block"
+    CHANNEL = "channel"
+    TENSOR = "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """How one weight is stored.
+
+    Attributes:
+        scheme: What a scale covers; ``PLAIN`` has none.
+        scale_field: Field name of the scale, as ``weight_scale_inv``.
+        block: Rows and columns a scale covers, for ``BLOCK``.
+        shared_fields: Companions that are copied to K and to V as they are.
+    """
+
+    scheme: Scheme
+    scale_field: str | None = None
+    block: tuple[int, int] | None = None
+    shared_fields: tuple[str, ...] = ()
+
+    def describe(self, dtype: str) -> str:
+        """One phrase for reports, e.g. ``F8_E4M3, scales 128x128``."""
+        if self.scheme is Scheme.PLAIN:
+            return dtype
+        if self.block:
+            return f"{dtype}, scales {self.block[0]}x{self.block[1]}"
+        return f"{dtype}, one scale a {self.scheme}"
+
+
+def read_quantisation(fields: Mapping[str, TensorSpec], block: tuple[int, int], where: str) -> Quantisation:
+    """Decide how a projection is stored from the tensors under its module.
+
+    Args:
+        fields: The module's tensors by field name; must contain ``weight``.
+        block: Block size the configuration states.
+        where: The module's name, for messages.
+
+    Raises:
+        CannotError: A storage format that cannot be split by rows here.
+        BadInputError: A scale is missing, or its shape does not fit the weight.
+    """
+    weight = fields.get("weight")
+    if weight is None:
+        raise CannotError(
+            f"{where} has no plain weight, only {', '.join(sorted(fields))}",
+            hint="packed low-bit formats are not supported; start from a BF16 or FP8 release of the model",
+        )
+    if len(weight.shape) != 2:
+        raise BadInputError(f"{weight.name} has shape {list(weight.shape)}; a projection has two dimensions")
+    companions = {field: spec for field, spec in fields.items() if field != "weight"}
+    unknown = sorted(set(companions) - set(SCALE_FIELDS) - SHARED_FIELDS)
+    if weight.dtype not in FLOAT_DTYPES | FP8_DTYPES or unknown:
+        raise CannotError(
+            f"{where} is stored as {weight.dtype}"
+            + (f" with {', '.join(unknown)}" if unknown else "")
+            + ", which cannot be split here",
+            hint="supported: BF16, F16, F32, F64, and FP8 with block, channel or tensor scales",
+        )
+    scales = [field for field in SCALE_FIELDS if field in companions]
+    shared = tuple(sorted(SHARED_FIELDS & set(companions)))
+    for field in shared:
+        if companions[field].numel != 1:
+            raise CannotError(
+                f"{companions[field].name} has shape {list(companions[field].shape)}; expected one value",
+            )
+    if weight.dtype in FLOAT_DTYPES:
+        if scales:
+            raise BadInputError(
+                f"{weight.name} is {weight.dtype} but has a scale, {companions[scales[0]].name}",
+                hint="a half-finished dequantisation leaves this behind; convert the original again",
+            )
+        return Quantisation(Scheme.PLAIN, shared_fields=shared)
+    if "qscale_weight" in companions and not scales:
+        return Quantisation(
+            Scheme.TENSOR, "qscale_weight", shared_fields=tuple(f for f in shared if f != "qscale_weight")
+        )
+    if len(scales) != 1:
+        raise BadInputError(
+            f"{weight.name} is {weight.dtype} and needs exactly one scale; found {scales or 'none'}",
+            hint="the scale may lie in a shard that was not downloaded",
+        )
+    field = scales[0]
+    scale = companions[field]
+    scheme, found_block = _scale_scheme(weight, scale, block)
+    return Quantisation(scheme, field, found_block, shared)
+
+
+def _scale_scheme(
+    weight: TensorSpec, scale: TensorSpec, block: tuple[int, int]
+) -> tuple[Scheme, tuple[int, int] | None]:
+    out_rows, in_columns = weight.shape
+    if scale.numel == 1 and len(scale.shape) < 2:
+        return Scheme.TENSOR, None
+    if scale.shape in ((out_rows,), (out_rows, 1)):
+        return Scheme.CHANNEL, None
+    expected = (-(-out_rows // block[0]), -(-in_columns // block[1]))
+    if scale.shape == expected:
+        return Scheme.BLOCK, block
+    # A re-blocked K or V: finer rows, the same columns.
+    if len(scale.shape) == 2 and scale.shape[1] == expected[1] and scale.shape[0] > expected[0]:
+        rows, rest = divmod(out_rows, scale.shape[0])
+        if not rest and block[0] % rows == 0:
+            return Scheme.BLOCK, (rows, block[1])
+    raise BadInputError(
+        f"{scale.name} has shape {list(scale.shape)}; {weight.name} {list(weight.shape)} in blocks of "
+        f"{block[0]}x{block[1]} needs {list(expected)}",
+    )
+
+
+def config_block(quantization: Mapping[str, Any] | None) -> tuple[int, int]:
+    """Block size that a config's ``quantization_config`` states; 128x128 where it says nothing."""
+    if not quantization:
+        return DEFAULT_BLOCK
+    stated: Any = quantization.get("weight_block_size")
+    groups = quantization.get("config_groups")
+    if stated is None and isinstance(groups, dict):
+        for group in groups.values():
+            weights = group.get("weights") if isinstance(group, dict) else None
+            if isinstance(weights, dict) and weights.get("block_structure"):
+                stated = weights["block_structure"]
+                if isinstance(stated, str):
+                    stated = [int(part) for part in stated.split("x") if part.isdigit()]
+    if stated is None:
+        return DEFAULT_BLOCK
+    if (
+        not isinstance(stated, list)
+        or len(stated) != 2
+        or not all(type(size) is int and size > 0 for size in stated)
+    ):
+        raise BadInputError(
+            f"config.json: quantization_config.weight_block_size is {stated!r}; expected [rows, columns]"
+        )
+    return stated[0], stated[1]
+
+
+def decode_scales(data: bytes, dtype: str) -> list[float]:
+    """Scale values from their stored bytes.
+
+    Raises:
+        CannotError: ``dtype`` is not one that scales are stored in.
+    """
+    if dtype == "F32":
+        return list(struct.unpack(f"<{len(data) // 4}f", data))
+    if dtype == "BF16":
+        words = struct.unpack(f"<{len(data) // 2}H", data)
+        return [struct.unpack("<f", struct.pack("<I", word << 16))[0] for word in words]
+    if dtype == "F8_E8M0":
+        return [float("nan") if code == 255 else 2.0 ** (code - 127) for code in data]
+    raise CannotError(f"scales stored as {dtype} cannot be applied", hint="known: F32, BF16, F8_E8M0")
+
+
+def _e4m3(code: int) -> float:
+    """Value of an FP8 E4M3 (finite, NaN at 0x7f and 0xff) code. OCP 8-bit floating point specification, 5.2."""
+    sign = -1.0 if code & 0x80 else 1.0
+    exponent, mantissa = (code >> 3) & 15, code & 7
+    if exponent == 15 and mantissa == 7:
+        return float("nan")
+    if exponent == 0:
+        return sign * mantissa * 2.0**-9
+    return sign * (8 + mantissa) * 2.0 ** (exponent - 10)
+
+
+_E4M3 = tuple(_e4m3(code) for code in range(256))
+
+
+def _bf16_bits(value: float, negative: bool) -> int:
+    """Round a double to float32, then to bfloat16, both to nearest even: what a float32 kernel stores."""
+    if value != value:
+        return 0xFFC0 if negative else 0x7FC0
+    try:
+        (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    except OverflowError:
+        return 0xFF80 if negative else 0x7F80
+    return int((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+
+
+def bf16_words(scale: float) -> list[int]:
+    """BF16 bit pattern of each of the 256 E4M3 codes times ``scale`` (product in float32, rounded to nearest)."""
+    return [_bf16_bits(_E4M3[code] * scale, bool(code & 0x80) ^ (scale < 0)) for code in range(256)]
+
+
+def dequantise_rows(data: memoryview, columns: int, scales: Sequence[float], block_columns: int) -> bytearray:
+    """E4M3 rows that share one row of block scales, as little-endian BF16.
+
+    Args:
+        data: ``rows * columns`` codes.
+        columns: Row length.
+        scales: One value for each block of ``block_columns`` columns.
+        block_columns: Columns that one scale covers.
+
+    Returns:
+        ``2 * len(data)`` bytes.
+    """
+    out = bytearray(2 * len(data))
+    for block, scale in enumerate(scales):
+        words = bf16_words(scale)
+        low, high = bytes(word & 255 for word in words), bytes(word >> 8 for word in words)
+        start, stop = block * block_columns, min((block + 1) * block_columns, columns)
+        for row in range(0, len(data), columns):
+            codes = bytes(data[row + start : row + stop])
+            out[2 * (row + start) : 2 * (row + stop) : 2] = codes.translate(low)
+            out[2 * (row + start) + 1 : 2 * (row + stop) : 2] = codes.translate(high)
+    return out
+
+
+def requantise_rows(
+    data: memoryview, columns: int, scales: Sequence[float], block_columns: int, where: str
+) -> bytearray:
+    """The inverse of :func:`dequantise_rows` for the scales it was made with.
+
+    Raises:
+        BadInputError: A value is no E4M3 code times its scale, so the weights were changed since.
+    """
+    words = data.cast("B").cast("H")
+    out = bytearray(len(words))
+    for block, scale in enumerate(scales):
+        codes = {word: code for code, word in reversed(list(enumerate(bf16_words(scale))))}
+        start, stop = block * block_columns, min((block + 1) * block_columns, columns)
+        for row in range(0, len(words), columns):
+            try:
+                out[row + start : row + stop] = bytes(map(codes.__getitem__, words[row + start : row + stop]))
+            except KeyError:
+                raise BadInputError(
+                    f"{where}: row {row // columns} holds values that its original FP8 scale cannot produce",
+                    hint="the weights were changed after --dequantize; combine without the manifest keeps BF16",
+                ) from None
+    return out

@@ -1,0 +1,116 @@
+"""How results look to a person. Each function takes plain data or a result and prints it on a Rich console."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from mla_convert.api import Conversion
+from mla_convert.console import facts, table
+from mla_convert.inspection import group_blocks
+from mla_convert.progress import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from rich.console import Console as RichConsole
+
+_WAYS = {
+    "reflink": "shared by reflink",
+    "hard": "hard-linked",
+    "copy": "copied",
+    "rewrite": "written",
+}
+
+
+def show_inspection(console: RichConsole, document: Mapping[str, Any]) -> None:
+    """The result of ``inspect``."""
+    size = document["bytes"]
+    kind = document["model_type"] or "no config.json"
+    if document["text_model_type"] not in (None, document["model_type"]):
+        kind += f" ({document['text_model_type']})"
+    share = size["up_projections"] / size["tensors"] if size["tensors"] else 0
+    pairs: list[tuple[str, object]] = [
+        ("path", document["path"]),
+        ("model", kind),
+        ("format", f"Hugging Face safetensors, {_count(document['files'], 'file')}"),
+        ("tensors", f"{document['tensors']} ({_dtypes(document['dtypes'])})"),
+        ("size", format_bytes(size["files"])),
+        ("layout", document["layout"]),
+        ("KV up-projections", f"{format_bytes(size['up_projections'])}, {share:.2%} of the tensors"),
+        ("sparse attention", _sparse(document["sparse_attention"])),
+    ]
+    stated = size["stated_total_size"]
+    if stated is not None and stated != size["tensors"]:
+        pairs.append(("index total_size", f"says {stated}, the tensors have {size['tensors']} bytes"))
+    if document["layers_without_mla"]:
+        pairs.append(("layers without MLA", len(document["layers_without_mla"])))
+    parallel = document["tensor_parallel"]
+    pairs.append(("tensor parallel", "legal: " + ", ".join(map(str, parallel["legal"]))))
+    for illegal, reason in parallel["illegal"].items():
+        pairs.append((f"  not {illegal}", reason))
+    console.print(facts(pairs))
+    console.print()
+    console.print(
+        table(
+            ("layers", "heads", "nope", "rope", "v", "rank", "layout", "stored as", "also"),
+            [
+                (
+                    group["layers"],
+                    *(group[name] for name in ("heads", "nope", "rope", "v", "rank", "layout", "storage")),
+                    _also(group),
+                )
+                for group in document["attention"]
+            ],
+            right=("heads", "nope", "rope", "v", "rank"),
+        )
+    )
+
+
+def show_conversion(console: RichConsole, result: Conversion) -> None:
+    """The result of ``split`` or ``combine``, planned or done."""
+    plan, report = result.plan, result.report
+    done = "would " + plan.operation if report is None else plan.operation
+    if report is not None and report.already_done:
+        done = f"{plan.operation}: already done"
+    pairs: list[tuple[str, object]] = [("output", result.output)]
+    for group in group_blocks(plan.catalogue, result.blocks):
+        label = "MTP layer" if group.first.is_mtp else "layers"
+        pairs.append((label, f"{group.layers}: {group.first.dims}, {group.storage(plan.catalogue)}"))
+    pairs.append(
+        ("rewritten", f"{_count(len(plan.rewritten), 'file')}, {format_bytes(plan.bytes_rewritten)}")
+    )
+    pairs.append(("unchanged", f"{_count(len(plan.carried), 'file')}, {format_bytes(plan.bytes_carried)}"))
+    pairs.append(("edited", ", ".join(file.name for file in plan.generated) or None))
+    if report is not None and not report.already_done:
+        ways = [f"{format_bytes(n)} {_WAYS[way]}" for way, n in sorted(report.bytes_by_way.items()) if n]
+        pairs.append(("moved", ", ".join(ways) or "nothing"))
+        if report.resumed_files:
+            pairs.append(("resumed", f"{_count(report.resumed_files, 'file')} were finished already"))
+        pairs.append(("time", format_duration(report.seconds) if report.seconds >= 1 else "under a second"))
+    pairs.append(("plan", plan.digest()))
+    console.print(facts(pairs, title=f"{done} {plan.catalogue.root}"))
+    if report is not None and plan.operation == "split":
+        console.print(f"\nnext: mla-convert verify {result.output}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _dtypes(dtypes: Mapping[str, int]) -> str:
+    return ", ".join(f"{dtype} {format_bytes(size)}" for dtype, size in dtypes.items())
+
+
+def _sparse(facts_on_dsa: Mapping[str, Any] | None) -> str:
+    if not facts_on_dsa:
+        return "none (dense)"
+    sharing = facts_on_dsa["layers_sharing_one"]
+    text = (
+        f"DSA, top-k {facts_on_dsa['topk']}, {facts_on_dsa['index_heads']} index heads x "
+        f"{facts_on_dsa['index_dim']}, on {facts_on_dsa['layers_with_indexer']} layers"
+    )
+    return text + (f" ({sharing} share one)" if sharing else "")
+
+
+def _also(group: Mapping[str, Any]) -> str:
+    notes = [name for name, has in (("indexer", group["indexer"]), ("MTP", group["mtp"])) if has]
+    return ", ".join([*notes, *([group["note"]] if group["note"] else [])]) or "-"
