@@ -7,7 +7,6 @@ and ``combine`` never load PyTorch.
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +16,16 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mla_convert import __version__
-from mla_convert.console import Console, guard_broken_pipe
-from mla_convert.errors import ExitCode, InterruptedRunError, MlaConvertError
-from mla_convert.storage import LinkMode
+from mla_convert.console import Console, guard_broken_pipe, shell_word
+from mla_convert.errors import (
+    DifferenceError,
+    ExitCode,
+    InterruptedRunError,
+    LocalIOError,
+    MlaConvertError,
+    UsageError,
+)
+from mla_convert.storage import LinkMode, plain
 
 if TYPE_CHECKING:
     from mla_convert.api import Conversion
@@ -62,9 +68,14 @@ Overwrite = Annotated[
 ]
 Restart = Annotated[bool, typer.Option("--restart", help="Discard an unfinished run instead of resuming it.")]
 Workers = Annotated[
-    int,
+    int | None,
     typer.Option(
-        "--workers", min=1, max=256, envvar="MLA_CONVERT_WORKERS", help="Files moved at a time.", metavar="N"
+        "--workers",
+        min=1,
+        max=256,
+        envvar="MLA_CONVERT_WORKERS",
+        help="Files moved at a time; default: one a processor, at most 4.",
+        metavar="N",
     ),
 ]
 Link = Annotated[
@@ -94,18 +105,25 @@ def reporting(console: Console) -> Iterator[None]:
         console.error(error)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
-        console.error(InterruptedRunError("interrupted", hint=f"run it again: {command_line()}"))
+        console.error(InterruptedRunError("interrupted", hint=f"run it again: {resume_command()}"))
         raise typer.Exit(ExitCode.INTERRUPTED) from None
     except (typer.Exit, typer.Abort):
         raise
+    except OSError as error:  # what no reader or writer has explained
+        where = f"{plain(error.filename)}: " if error.filename else ""
+        console.error(LocalIOError(f"{where}{error.strerror or error}"))
+        raise typer.Exit(ExitCode.LOCAL_IO) from None
     except Exception as error:
         console.unexpected(error)
         raise typer.Exit(ExitCode.UNEXPECTED) from None
 
 
-def command_line() -> str:
-    """The command as the user could type it again."""
-    return shlex.join(["mla-convert", *sys.argv[1:]])
+def resume_command() -> str:
+    """This command as the user can type it to go on: ``--restart`` would discard what is finished."""
+    words = sys.argv[1:]
+    options = words[: words.index("--")] if "--" in words else words
+    words = [word for word in options if word != "--restart"] + words[len(options) :]
+    return " ".join(shell_word(word) for word in ["mla-convert", *words])
 
 
 def _version(wanted: bool) -> None:
@@ -132,7 +150,11 @@ def inspect(
     verbose: Verbose = 0,
     color: Color = "auto",
 ) -> None:
-    """Show a checkpoint's layout, geometry, quantisation and legal tensor-parallel sizes; reads headers only."""
+    """Show what a checkpoint holds, from its headers alone.
+
+    Layout, geometry of every attention block, quantisation, sparse attention, MTP layers, sizes, and the legal
+    tensor-parallel sizes with the reason for each illegal one. No weight is read.
+    """
     console = Console.create(json=json, quiet=quiet, verbose=verbose, color=color)
     with reporting(console):
         from mla_convert import api
@@ -163,7 +185,7 @@ def split(
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
     restart: Restart = False,
-    workers: Workers = DEFAULT_WORKERS,
+    workers: Workers = None,
     link: Link = LinkMode.AUTO,
     checksum: Checksum = False,
     json: Json = False,
@@ -171,14 +193,18 @@ def split(
     verbose: Verbose = 0,
     color: Color = "auto",
 ) -> None:
-    """Split the combined KV up-projections into separate K and V, bit for bit, into a new folder."""
+    """Split the KV up-projections into K and V.
+
+    Writes a new folder; PATH is never written to. Rows are moved, not computed, so every bit stays. An
+    interrupted run resumes when the same command is given again.
+    """
     console = Console.create(json=json, quiet=quiet, verbose=verbose, color=color)
     with reporting(console):
         from mla_convert import api
         from mla_convert.engine import RunOptions
         from mla_convert.splitting import SplitOptions
 
-        run = RunOptions(workers, link, overwrite, restart, checksum, command_line())
+        run = RunOptions(workers or DEFAULT_WORKERS, link, overwrite, restart, checksum, resume_command())
         options = SplitOptions(keep_combined, dequantize is not None, trust_shapes)
         _report(
             console, api.split(path, output, options, run=run, progress=console.progress(), dry_run=dry_run)
@@ -196,7 +222,7 @@ def combine(
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
     restart: Restart = False,
-    workers: Workers = DEFAULT_WORKERS,
+    workers: Workers = None,
     link: Link = LinkMode.AUTO,
     checksum: Checksum = False,
     json: Json = False,
@@ -204,18 +230,167 @@ def combine(
     verbose: Verbose = 0,
     color: Color = "auto",
 ) -> None:
-    """Put split K and V together again; with the manifest of the split, the original files byte for byte."""
+    """Put split K and V together again.
+
+    With the manifest that split left, the original files come back byte for byte; without it every tensor does.
+    """
     console = Console.create(json=json, quiet=quiet, verbose=verbose, color=color)
     with reporting(console):
         from mla_convert import api
         from mla_convert.combining import CombineOptions
         from mla_convert.engine import RunOptions
 
-        run = RunOptions(workers, link, overwrite, restart, checksum, command_line())
+        run = RunOptions(workers or DEFAULT_WORKERS, link, overwrite, restart, checksum, resume_command())
         options = CombineOptions(ignore_manifest, trust_shapes)
         _report(
             console, api.combine(path, output, options, run=run, progress=console.progress(), dry_run=dry_run)
         )
+
+
+@app.command("verify")
+def verify_command(
+    path: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A checkpoint; without one: the checkpoint in this folder, else the built-in demo model.",
+            metavar="[PATH]",
+        ),
+    ] = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against", help="The original to compare with; default: where the manifest says it was."
+        ),
+    ] = None,
+    tp: Annotated[
+        int,
+        typer.Option(
+            "--tp", min=1, help="Tensor-parallel ranks, folded on the devices there are.", metavar="N"
+        ),
+    ] = 1,
+    layers: Annotated[
+        str | None, typer.Option("--layers", help="Layers to run, e.g. 0,3,60-61; default: chosen by size.")
+    ] = None,
+    seq: Annotated[
+        int | None,
+        typer.Option("--seq", min=1, help="Tokens; default: past the top-k of a sparse model.", metavar="N"),
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float16", "float32", "float64"],
+        typer.Option(
+            "--dtype",
+            help="Compute type: auto (bfloat16 on a GPU, float32 on a CPU), bfloat16, float16, float32, float64.",
+            metavar="TYPE",
+        ),
+    ] = "auto",
+    backend: Annotated[
+        Literal["auto", "reference", "tilelang"],
+        typer.Option(
+            "--backend", help="What runs absorbed attention: auto, reference or tilelang.", metavar="NAME"
+        ),
+    ] = "auto",
+    device: Annotated[
+        Literal["cpu", "cuda"] | None,
+        typer.Option("--device", help="cpu or cuda; default: the GPU if there is one.", metavar="DEVICE"),
+    ] = None,
+    skip_carried: Annotated[
+        bool, typer.Option("--skip-carried", help="Do not compare the bytes of untouched tensors.")
+    ] = False,
+    no_control: Annotated[
+        bool, typer.Option("--no-control", help="Do not plant a corruption to see that it is caught.")
+    ] = False,
+    no_record: Annotated[
+        bool, typer.Option("--no-record", help="Do not note the outcome in the checkpoint's manifest.")
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the random hidden states.", metavar="N")] = 0,
+    trust_shapes: TrustShapes = False,
+    json: Json = False,
+    quiet: Quiet = 0,
+    verbose: Verbose = 0,
+    color: Color = "auto",
+) -> None:
+    """Prove a conversion by structure, bytes and numbers.
+
+    Compares inventories and bytes with the original, then runs standard attention with the combined weights
+    against absorbed attention with the split ones, both against float64. Exits with 10 on a difference.
+    """
+    console = Console.create(json=json, quiet=quiet, verbose=verbose, color=color)
+    with reporting(console):
+        from mla_convert.demo import checkpoint_or_demo
+        from mla_convert.render import show_verification
+        from mla_convert.verify import VerifyOptions, verify
+
+        options = VerifyOptions(
+            tp=tp,
+            layers=parse_layers(layers) if layers is not None else None,
+            tokens=seq,
+            dtype=dtype,
+            backend=backend,
+            device=device,
+            carried=not skip_carried,
+            control=not no_control,
+            record=not no_record,
+            trust_shapes=trust_shapes,
+            seed=seed,
+        )
+        with checkpoint_or_demo(path, console.info) as (checkpoint, original):
+            report = verify(checkpoint, against or original, options, console.progress())
+        console.result(
+            report.document(),
+            human=lambda out: show_verification(out, report),
+            quiet="passed" if report.passed else "failed",
+        )
+        if not report.passed:
+            raise DifferenceError(f"{report.path} does not verify", details=report.failures)
+
+
+@app.command()
+def demo(
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Keep the checkpoints in this new folder.", metavar="OUT"),
+    ] = None,
+    tp: Annotated[
+        int, typer.Option("--tp", min=1, help="Tensor-parallel ranks to verify with.", metavar="N")
+    ] = 8,
+    json: Json = False,
+    quiet: Quiet = 0,
+    verbose: Verbose = 0,
+    color: Color = "auto",
+) -> None:
+    """Try everything on a small built-in model.
+
+    Makes a DSA checkpoint with FP8 weights and an MTP layer, splits it, verifies it, combines it again and
+    compares every byte.
+    """
+    console = Console.create(json=json, quiet=quiet, verbose=verbose, color=color)
+    with reporting(console):
+        from mla_convert.demo import run_demo
+        from mla_convert.render import show_demo
+
+        result = run_demo(output, tp=tp, progress=console.progress())
+        console.result(
+            result.document(),
+            human=lambda out: show_demo(out, result),
+            quiet="passed" if result.passed else "failed",
+        )
+        if not result.passed:
+            raise DifferenceError("the demo found a difference", details=result.failures)
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """``0,3,60-61`` -> (0, 3, 60, 61).
+
+    Raises:
+        UsageError: It is no such list.
+    """
+    layers: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()) or int(last or first) - int(first) > 100_000:
+            raise UsageError(f"--layers {text}: {part.strip()!r} is neither a layer nor a range such as 3-7")
+        layers |= set(range(int(first), int(last or first) + 1))
+    return tuple(sorted(layers))
 
 
 def _report(console: Console, result: Conversion) -> None:
@@ -230,4 +405,10 @@ def _report(console: Console, result: Conversion) -> None:
 def main() -> None:
     """Entry point of the ``mla-convert`` command."""
     with guard_broken_pipe():
-        app(prog_name="mla-convert")
+        try:
+            code = app(prog_name="mla-convert", standalone_mode="--json" not in sys.argv)
+        except typer.TyperException as error:  # a usage error: Typer shows it itself, but never as JSON
+            hint = "mla-convert --help lists the commands, mla-convert COMMAND --help their options"
+            Console.create(json=True).error(UsageError(error.format_message(), hint=hint))
+            code = ExitCode.USAGE
+        sys.exit(code)

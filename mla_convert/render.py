@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mla_convert.api import Conversion
-from mla_convert.console import facts, table
+from mla_convert.console import facts, shell_word, table
 from mla_convert.inspection import group_blocks
 from mla_convert.progress import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
+
+    from mla_convert.demo import DemoResult
+    from mla_convert.verification.result import LayerResult, VerifyReport
 
 _WAYS = {
     "reflink": "shared by reflink",
@@ -89,7 +92,103 @@ def show_conversion(console: RichConsole, result: Conversion) -> None:
     pairs.append(("plan", plan.digest()))
     console.print(facts(pairs, title=f"{done} {plan.catalogue.root}"))
     if report is not None and plan.operation == "split":
-        console.print(f"\nnext: mla-convert verify {result.output}")
+        console.print(f"\nnext: mla-convert verify {shell_word(str(result.output))}")
+
+
+def show_verification(console: RichConsole, report: VerifyReport) -> None:
+    """The result of ``verify``: how it was run, every check, and a line for each layer."""
+    settings = report.settings
+    pairs: list[tuple[str, object]] = [
+        ("against", f"{report.against} ({report.against_note})" if report.against else report.against_note)
+    ]
+    if settings:
+        pairs += [
+            ("ran on", ", ".join(settings["devices"])),
+            ("backend", f"{settings['backend']} ({settings['backend_reason']})"),
+            ("parts", ", ".join(f"{part}: {by}" for part, by in sorted(report.ran.items())) or None),
+            (
+                "attention",
+                f"{settings['blocks']} of {settings['blocks_in_checkpoint']} blocks, {settings['tokens']} tokens, "
+                f"{settings['dtype']}, {_count(settings['tp'], 'tensor-parallel rank')}",
+            ),
+        ]
+    console.print(facts(pairs, title=f"verify {report.path}"))
+    console.print()
+    marks = {True: "✓", False: "✗", None: "-"}
+    console.print(
+        table(
+            ("level", "check", "", "found"),
+            [(c.level, c.name, marks[c.passed], c.summary) for c in report.checks],
+        )
+    )
+    if report.layers:
+        console.print()
+        console.print(
+            table(
+                (
+                    "layer",
+                    "heads",
+                    "attention",
+                    "cosine",
+                    "standard",
+                    "absorbed",
+                    "limit",
+                    "worst head",
+                    "worst row",
+                    "selection",
+                    "",
+                ),
+                [_layer_row(layer) for layer in report.layers],
+                right=("heads", "cosine", "standard", "absorbed", "limit"),
+            )
+        )
+        console.print("errors are relative to float64; limit is what the absorbed path may reach")
+    unmodelled = sorted({what for layer in report.layers for what in layer.unmodelled})
+    for what in unmodelled:
+        console.print(f"not modelled on either side: {what}")
+    if report.recorded:
+        console.print("recorded in the manifest")
+    console.print(
+        f"\n{'✓ verified' if report.passed else '✗ NOT verified'} in {format_duration(report.seconds)}"
+    )
+
+
+def _layer_row(layer: LayerResult) -> tuple[object, ...]:
+    selection = layer.selection
+    chosen = "-"
+    if selection is not None:
+        chosen = f"{selection.missed} of {selection.expected} differ" + (
+            ", all ties" if selection.passed and selection.missed else ""
+        )
+    absorbed = layer.absorbed
+    return (
+        layer.layer if layer.layer is not None else layer.prefix,
+        layer.heads,
+        layer.kind,
+        f"{layer.cosine:.7f}",
+        f"{layer.standard.relative:.1e}",
+        f"{absorbed.relative:.1e}",
+        f"{layer.limit.relative:.1e}",
+        f"{absorbed.worst_head}: {absorbed.head:.1e}",
+        f"{absorbed.worst_row}: {absorbed.row:.1e}",
+        chosen,
+        "✓" if layer.passed else "✗",
+    )
+
+
+def show_demo(console: RichConsole, result: DemoResult) -> None:
+    """The result of ``demo``."""
+    show_conversion(console, result.split)
+    console.print()
+    show_verification(console, result.verification)
+    console.print()
+    marks = {True: "✓", False: "✗"}
+    rows = [(name, marks[same]) for name, same in result.identical.items()]
+    console.print(table(("combined again, byte for byte", ""), rows))
+    if result.kept:
+        console.print(f"kept in {result.original.parent}")
+    outcome = "✓ demo passed" if result.passed else "✗ demo FAILED"
+    console.print(f"\n{outcome}: split, verified and combined in {format_duration(result.seconds)}")
 
 
 def _count(number: int, noun: str) -> str:

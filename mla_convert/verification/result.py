@@ -1,0 +1,168 @@
+"""What a verification found: plain frozen data, ready for a table or for JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check of one level. ``passed`` is None if it could not be made, and ``summary`` then says why."""
+
+    level: str
+    name: str
+    passed: bool | None
+    summary: str
+    details: tuple[str, ...] = ()
+
+    def document(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "level": self.level,
+            "name": self.name,
+            "passed": self.passed,
+            "summary": self.summary,
+            "details": list(self.details),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """How far an output is from float64: relative (norm of the difference over norm of the reference).
+
+    ``head`` and ``row`` are the worst head and the worst token: one bad head hides in a global figure.
+    """
+
+    cosine: float
+    relative: float
+    head: float
+    worst_head: int
+    row: float
+    worst_row: int
+
+    def document(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "cosine": self.cosine,
+            "relative": self.relative,
+            "worst_head": {"head": self.worst_head, "relative": self.head},
+            "worst_row": {"row": self.worst_row, "relative": self.row},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """How a top-k selection compares with the float64 one of the original."""
+
+    queries: int
+    expected: int
+    missed: int
+    wrong_queries: int
+    worst_gap: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """True if every difference is a tie within the tolerance."""
+        return self.wrong_queries == 0
+
+    def document(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "queries": self.queries,
+            "selected": self.expected,
+            "differing": self.missed,
+            "wrong_queries": self.wrong_queries,
+            "worst_gap": self.worst_gap,
+            "tolerance": self.tolerance,
+            "passed": self.passed,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LayerResult:
+    """Standard against absorbed attention of one block, both against float64."""
+
+    prefix: str
+    layer: int | None
+    heads: int
+    kind: str
+    tokens: int
+    rows: int
+    standard: Errors
+    absorbed: Errors
+    cosine: float
+    limit: Errors
+    passed: bool
+    selection: Selection | None
+    seconds: float
+    unmodelled: tuple[str, ...]
+
+    def document(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "prefix": self.prefix,
+            "layer": self.layer,
+            "heads": self.heads,
+            "kind": self.kind,
+            "tokens": self.tokens,
+            "rows": self.rows,
+            "standard": self.standard.document(),
+            "absorbed": self.absorbed.document(),
+            "cosine": self.cosine,
+            "limit": self.limit.document(),
+            "selection": self.selection.document() if self.selection else None,
+            "passed": self.passed,
+            "seconds": round(self.seconds, 3),
+            "unmodelled": list(self.unmodelled),
+        }
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """Everything ``verify`` found and how it looked."""
+
+    path: str
+    against: str | None
+    against_note: str
+    settings: dict[str, Any]
+    checks: list[Check] = field(default_factory=list)
+    layers: list[LayerResult] = field(default_factory=list)
+    ran: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    recorded: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """True if nothing failed and at least one check was made."""
+        made = [check.passed for check in self.checks if check.passed is not None]
+        made += [layer.passed for layer in self.layers]
+        return bool(made) and all(made)
+
+    @property
+    def failures(self) -> list[str]:
+        """One line for each thing that failed."""
+        failed = [f"{check.name}: {check.summary}" for check in self.checks if check.passed is False]
+        return failed + [
+            f"{layer.prefix.rstrip('.')}: absorbed error {layer.absorbed.relative:.2e} "
+            f"(limit {layer.limit.relative:.2e}), cosine {layer.cosine:.6f}"
+            for layer in self.layers
+            if not layer.passed
+        ]
+
+    def document(self) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        return {
+            "command": "verify",
+            "path": self.path,
+            "against": self.against,
+            "against_note": self.against_note,
+            "settings": self.settings,
+            "passed": self.passed,
+            "checks": [check.document() for check in self.checks],
+            "layers": [layer.document() for layer in self.layers],
+            "ran": dict(sorted(self.ran.items())),
+            "seconds": round(self.seconds, 3),
+            "recorded": self.recorded,
+        }
