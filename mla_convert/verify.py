@@ -110,6 +110,10 @@ class _Side:
     blocks: dict[str, AttentionBlock]
 
 
+#: A block of the checkpoint under test and the original's block of the same prefix.
+_Pair = tuple[AttentionBlock, AttentionBlock]
+
+
 class _Verification:
     def __init__(self, path: Path, against: Path | None, options: VerifyOptions, progress: Progress) -> None:
         self.path, self.against, self.options, self.progress = path, against, options, progress
@@ -125,12 +129,15 @@ class _Verification:
         ours = self._open_ours(comparing=original is not None or self.manifest is not None)
         if ours is None:
             return report
+        baseline = original or self._self_baseline(ours)
+        chosen = self._chosen_blocks(ours, baseline)
+        settings = self._settings(ours, [block for block, _ in chosen])  # refuses a request before any work
         self._structure(ours, original)
         if any(check.passed is False and check.name == "tensors" for check in report.checks):
             report.checks.append(Check("numbers", "attention", None, "not run: the structure is wrong"))
             return report
         self._bytes(ours, original)
-        self._numbers(ours, original)
+        self._numbers(ours, original, baseline.catalogue, chosen, settings)
         if self.options.record and self.manifest:
             self._record()
         return report
@@ -214,24 +221,28 @@ class _Verification:
         elif self.manifest is not None and self.manifest.operation == "split":
             add(rows.check_hashes(reader, ours.blocks, self.manifest))
 
-    def _numbers(self, ours: _Side, original: _Side | None) -> None:
+    def _numbers(
+        self,
+        ours: _Side,
+        original: _Side | None,
+        baseline: Catalogue,
+        chosen: Sequence[_Pair],
+        settings: NumbersSettings,
+    ) -> None:
         from mla_convert.verification.weights import TensorReader
 
-        baseline = original or self._self_baseline(ours)
-        chosen = self._chosen_blocks(ours, baseline)
-        settings = self._settings(ours, [block for block, _ in chosen])
         reader = TensorReader(ours.catalogue)
         theirs = TensorReader(original.catalogue) if original else reader
         self.progress.start("run attention", len(chosen), "items")
         try:
-            self._run_blocks(chosen, settings, (reader, theirs), baseline.catalogue)
+            self._run_blocks(chosen, settings, (reader, theirs), baseline)
         finally:
             self.progress.finish()
-        self.report.ran |= settings.backend.ran
+        self.report.ran |= _by_operation(settings.backend.ran)
 
     def _run_blocks(
         self,
-        chosen: Sequence[tuple[AttentionBlock, AttentionBlock]],
+        chosen: Sequence[_Pair],
         settings: NumbersSettings,
         readers: tuple[TensorReader, TensorReader],
         baseline: Catalogue,
@@ -291,7 +302,7 @@ class _Verification:
 
     # Choices
 
-    def _chosen_blocks(self, ours: _Side, baseline: _Side) -> list[tuple[AttentionBlock, AttentionBlock]]:
+    def _chosen_blocks(self, ours: _Side, baseline: _Side) -> list[_Pair]:
         pairs = [
             (block, baseline.blocks[prefix])
             for prefix, block in ours.blocks.items()
@@ -344,7 +355,7 @@ class _Verification:
             "float32": torch.float32,
             "float64": torch.float64,
         }[self.options.dtype]
-        backend = resolve_backend(self.options.backend, devices[0], dtype=dtype)
+        backend = resolve_backend(self.options.backend, devices[0])
         config = ours.catalogue.config.value if ours.catalogue.config else None
         topks = [layer_config(config, block.layer).get("index_topk") for block in blocks]
         topk = max((found for found in topks if type(found) is int), default=0)
@@ -437,6 +448,15 @@ def _default_tokens(topk: int, *, gpu: bool) -> int:
     """Past the top-k, where a wrong selection shows; 4096 on a GPU at least."""
     past = max(2 * topk, 64) if topk <= 1024 else topk + topk // 4
     return max(past, 4096) if gpu else max(past, 128)
+
+
+def _by_operation(ran: Mapping[str, int]) -> dict[str, str]:
+    """Operation -> what ran it, e.g. ``sparse_mla`` -> ``tilelang``, with the reason where a kernel could not."""
+    served: dict[str, list[str]] = {}
+    for entry in sorted(ran):
+        operation, _, by = entry.partition(": ")
+        served.setdefault(operation, []).append(by)
+    return {operation: "; ".join(by) for operation, by in served.items()}
 
 
 def _tolerances(dtype: torch.dtype) -> dict[str, float]:

@@ -7,8 +7,9 @@ instead, so an index cannot point outside its folder.
 from __future__ import annotations
 
 import os
+import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from mla_convert.catalogue import Catalogue, JsonFile, OtherFile, SourceFile, So
 from mla_convert.errors import BadInputError, CannotError, UsageError
 from mla_convert.formats.safetensors import read_header
 from mla_convert.names import parse_up_projection
-from mla_convert.storage import identify
+from mla_convert.storage import identify, os_errors
 from mla_convert.strict_json import MAX_BYTES, open_regular, parse_json, read_up_to
 
 MANIFEST_NAME = "mla-convert.json"
 INDEX_SUFFIX = ".safetensors.index.json"
 _CONFIG_NAMES = ("config.json", "params.json")
+_SHARD = re.compile(r"(.*?)(\d+)-of-(\d+)\.safetensors")
+_RANK = re.compile(r"model\d+-mp(\d+)\.safetensors")
+_MEGATRON = re.compile(r"\.metadata$|latest_checkpointed_iteration\.txt$|mp_rank_\d|iter_\d|.*\.distcp$")
 _SKIPPED_FOLDERS = frozenset({".git", ".cache", ".huggingface", "__pycache__"})
 
 
@@ -46,6 +50,8 @@ def open_checkpoint(path: Path) -> Catalogue:
     names = _weight_names(path)
     index = _read_index(path)
     weights, warnings = _indexed(path, names, index) if index else (names, [])
+    if not index:
+        _require_whole_series(path, names)
     files = {name: _source_file(path, name) for name in sorted(weights)}
     tensors = _tensors(files, index)
     if index:
@@ -84,7 +90,7 @@ def _open_file(path: Path) -> Catalogue:
 def _snapshot(path: Path) -> Path:
     """A Hub cache folder (``models--org--name``) stands for the snapshot that it holds."""
     snapshots = path / "snapshots"
-    if not snapshots.is_dir() or any(path.glob("*.safetensors")):
+    if not snapshots.is_dir() or any(name.endswith(".safetensors") for name in _entries(path)):
         return path
     found = sorted(entry for entry in snapshots.iterdir() if entry.is_dir())
     main = path / "refs" / "main"
@@ -101,11 +107,17 @@ def _snapshot(path: Path) -> Path:
 
 
 def _weight_names(path: Path) -> list[str]:
-    names = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(".safetensors"))
+    entries = _entries(path)
+    names = [name for name in entries if name.endswith(".safetensors")]
+    ranks = [name for name in names if (found := _RANK.fullmatch(name)) and int(found[1]) > 1]
+    if ranks:
+        raise CannotError(
+            f"{path} holds {len(ranks)} tensor-parallel rank files, {ranks[0]} among them",
+            hint="give the checkpoint that they were made from",
+        )
     if names:
         return names
-    entries = sorted(entry.name for entry in path.iterdir())
-    if ".metadata" in entries or "latest_checkpointed_iteration.txt" in entries:
+    if any(_MEGATRON.match(name) for name in entries):
         raise CannotError(f"{path} looks like a Megatron checkpoint, which this version does not read")
     for suffix, what in ((".bin", "PyTorch pickle"), (".pt", "PyTorch pickle"), (".gguf", "GGUF")):
         if any(name.endswith(suffix) for name in entries):
@@ -118,8 +130,29 @@ def _weight_names(path: Path) -> list[str]:
     )
 
 
+def _entries(path: Path) -> list[str]:
+    with os_errors(path, "list"):
+        return sorted(entry.name for entry in path.iterdir())
+
+
+def _require_whole_series(path: Path, names: Sequence[str]) -> None:
+    """Without an index, only their numbers show whether all shards are there."""
+    series: dict[tuple[str, int], set[int]] = {}
+    for name in names:
+        found = _SHARD.fullmatch(name)
+        if found:
+            series.setdefault((found[1], int(found[3])), set()).add(int(found[2]))
+    for (stem, count), numbers in series.items():
+        if len(numbers) < count:
+            raise BadInputError(
+                f"{path}: {stem}*-of-{count} has {len(numbers)} shards of {count}, and there is no index",
+                hint="download the missing shards and the index before converting",
+                details=[f"shard {number}" for number in sorted(numbers)],
+            )
+
+
 def _read_index(path: Path) -> JsonFile | None:
-    found = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(INDEX_SUFFIX))
+    found = [name for name in _entries(path) if name.endswith(INDEX_SUFFIX)]
     if not found:
         return None
     name = "model" + INDEX_SUFFIX if "model" + INDEX_SUFFIX in found else found[0]
@@ -170,6 +203,9 @@ def _indexed(path: Path, names: list[str], index: JsonFile) -> tuple[list[str], 
     warnings = []
     for name in sorted(set(names) - wanted):
         tensors = read_header(path / name).tensors
+        if not tensors:
+            wanted.add(name)  # a shard whose tensors a conversion took away: it may come back
+            continue
         held = [tensor.spec.name for tensor in tensors if parse_up_projection(tensor.spec.name)]
         if held and not name.startswith("consolidated"):
             raise BadInputError(
@@ -263,7 +299,9 @@ def _others(
 
 
 def _walk(root: Path, folder: str) -> Iterator[str]:
-    for entry in sorted(os.scandir(root / folder), key=lambda found: found.name):
+    with os_errors(root / folder, "list"):
+        entries = sorted(os.scandir(root / folder), key=lambda found: found.name)
+    for entry in entries:
         name = f"{folder}/{entry.name}" if folder else entry.name
         if entry.is_dir(follow_symlinks=False):
             if entry.name not in _SKIPPED_FOLDERS:

@@ -16,7 +16,9 @@ MARK = "mla_convert"
 #: Block sizes of modules that differ from quantization_config.weight_block_size.
 MODULE_BLOCKS = "module_weight_block_size"
 #: Lists of modules that a quantised checkpoint leaves alone, as different producers call them.
-_SKIP_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
+_SKIP_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude")
+#: The one of them that a quantisation method reads, where it is not the first.
+_SKIP_LIST_OF = {"compressed-tensors": "ignore", "modelopt": "exclude_modules", "quark": "exclude"}
 
 
 def edit_index(
@@ -39,9 +41,9 @@ def edit_index(
             weight_map[target] = placed[target]
     for name, file in placed.items():
         weight_map.setdefault(name, file)
-    edited = {key: value for key, value in index.items() if key not in ("metadata", "weight_map")}
     metadata = {**index.get("metadata", {}), "total_size": total_size}
-    return {"metadata": metadata, **edited, "weight_map": weight_map}
+    first = {} if "metadata" in index else {"metadata": metadata}
+    return {**first, **index, "metadata": metadata, "weight_map": weight_map}
 
 
 def mark_layout(config: Mapping[str, Any], layout: str | None) -> dict[str, Any]:
@@ -110,7 +112,8 @@ def _unique(entries: Iterable[Any]) -> list[Any]:
 def skip_modules(config: dict[str, Any], modules: Sequence[str]) -> None:
     """Add modules to the list of those that are not quantised. Edits ``config`` in place."""
     for quantization in _quantization_blocks(config):
-        key = next((key for key in _SKIP_LISTS if isinstance(quantization.get(key), list)), _SKIP_LISTS[0])
+        usual = _SKIP_LIST_OF.get(str(quantization.get("quant_method")), _SKIP_LISTS[0])
+        key = next((key for key in _SKIP_LISTS if isinstance(quantization.get(key), list)), usual)
         quantization[key] = _unique([*(quantization.get(key) or []), *modules])
 
 
@@ -128,3 +131,11 @@ def _quantization_blocks(config: dict[str, Any]) -> Iterable[dict[str, Any]]:
         for key in ("quantization_config", "compression_config"):
             if isinstance(level.get(key), dict):
                 yield level[key]
+
+
+def without_skip_lists(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration without its lists of unquantised modules, for comparing. Edits ``config`` in place."""
+    for quantization in _quantization_blocks(config):
+        for key in _SKIP_LISTS:
+            quantization.pop(key, None)
+    return config

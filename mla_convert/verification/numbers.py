@@ -8,7 +8,7 @@ converted checkpoint's own weights and configuration are all that the absorbed p
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
@@ -86,7 +86,7 @@ def check_layer(
     started = time.monotonic()
     case, selection = _prepare(original, converted, settings, indices)
     truth_head, truth = _standard(original, case, torch.float64)
-    standard = measure(*_standard(original, case, settings.dtype), truth_head, truth)
+    standard = measure(*_standard(original.rounded_like(converted), case, settings.dtype), truth_head, truth)
     absorbed_head, absorbed_out = absorbed_ranks(converted, case, settings)
     absorbed = measure(absorbed_head, absorbed_out, truth_head, truth)
     limit = _limit(standard, settings.dtype)
@@ -202,7 +202,10 @@ def absorbed_ranks(
 
 def _attention(backend: Backend, *, dense: bool) -> SparseAttention | None:
     """The backend's sparse attention; the reference runs dense attention without a list of all keys."""
-    return None if dense and backend.name == "reference" else backend.sparse_mla
+    if dense and backend.name == "reference":
+        backend.ran["dense_mla: reference"] += 1
+        return None
+    return backend.sparse_mla
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -266,11 +269,11 @@ def _index_scores(
     x_SD: Tensor,
     positions_S: Tensor,
     rows_S: Tensor,
-    logits: object,
+    logits: Callable[..., Tensor],
 ) -> Tensor:
     """Indexer scores [rows, T], -inf after each query."""
     weights = loaded.weights.indexer
-    if weights is None or not callable(logits):
+    if weights is None:
         raise CannotError(f"{loaded.block.prefix}: the indexer's weights are missing")
     projected = reference.project(x_SD, loaded.weights, loaded.spec, positions_S)
     q_SIJ, k_TJ, w_SI = reference.index_queries_keys(

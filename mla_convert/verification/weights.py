@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -107,7 +107,8 @@ def expand_scale(scale: Tensor, shape: torch.Size, block: tuple[int, int], where
 class LoadedBlock:
     """One attention block, dequantised: the up-projection in both forms, from whichever is stored.
 
-    ``w_kv_b`` [H*(N+V), R] for the standard path, ``w_uk`` [H*N, R] and ``w_uv`` [H*V, R] for the absorbed one.
+    ``w_kv_b`` [H*(N+V), R] for the standard path, ``w_uk`` [H*N, R] and ``w_uv`` [H*V, R] for the absorbed one;
+    ``stored`` is the dtype they have on disk.
     """
 
     block: AttentionBlock
@@ -116,6 +117,7 @@ class LoadedBlock:
     w_kv_b: Tensor
     w_uk: Tensor
     w_uv: Tensor
+    stored: torch.dtype
 
     def to(self, dtype: torch.dtype) -> LoadedBlock:
         """The same block in another dtype."""
@@ -126,7 +128,17 @@ class LoadedBlock:
             self.w_kv_b.to(dtype),
             self.w_uk.to(dtype),
             self.w_uv.to(dtype),
+            self.stored,
         )
+
+    def rounded_like(self, other: LoadedBlock) -> LoadedBlock:
+        """The combined weight rounded to the 16 bits that ``other`` stores, if that is less than it has itself.
+
+        After ``--dequantize`` the halves carry a rounding that FP8 codes times their scales do not have.
+        """
+        if other.stored == self.stored or other.stored.itemsize != 2:
+            return self
+        return replace(self, w_kv_b=self.w_kv_b.to(other.stored).to(self.w_kv_b.dtype))
 
 
 def block_spec(catalogue: Catalogue, block: AttentionBlock) -> AttentionSpec:
@@ -216,7 +228,8 @@ def load_block(
     else:
         w_uk, w_uv = needed(dense(Part.K_B), Part.K_B), needed(dense(Part.V_B), Part.V_B)
         w_kv_b = combined if combined is not None else combine_kv_rows(w_uk, w_uv, spec)
-    return LoadedBlock(block, spec, weights, w_kv_b, w_uk, w_uv)
+    stored = reader.get(block.tensor(Part.KV_B if block.layout is Layout.COMBINED else Part.K_B)).dtype
+    return LoadedBlock(block, spec, weights, w_kv_b, w_uk, w_uv, stored)
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Checkpoint formats: one module each, and one module for each kind of file they are made of."""
