@@ -11,62 +11,32 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
+
+import torch
 
 from mla_convert import __version__, storage
 from mla_convert.catalogue import Catalogue, JsonFile
 from mla_convert.errors import BadInputError, CannotError, LocalIOError, MlaConvertError, UsageError
 from mla_convert.formats.huggingface import open_checkpoint
 from mla_convert.geometry import AttentionBlock, find_blocks, layer_config
-from mla_convert.inspection import group_blocks, tensor_parallel_sizes
 from mla_convert.manifest import Manifest, read_manifest
 from mla_convert.progress import Progress, SilentProgress
 from mla_convert.strict_json import dump_json
+from mla_convert.verification import numbers, rows, structure
+from mla_convert.verification.numbers import NumbersSettings
 from mla_convert.verification.result import Check, VerifyReport
+from mla_convert.verification.settings import (
+    Pair,
+    VerifyOptions,
+    choose_blocks,
+    describe_settings,
+    largest_topk,
+    make_settings,
+)
+from mla_convert.verification.weights import LoadedBlock, TensorReader, block_spec, load_block
 
-if TYPE_CHECKING:
-    import torch
-
-    from mla_convert.verification.numbers import NumbersSettings
-    from mla_convert.verification.weights import LoadedBlock, TensorReader
-
-BackendName = Literal["auto", "reference", "tilelang"]
-DtypeName = Literal["auto", "bfloat16", "float16", "float32", "float64"]
-#: On a CPU, every layer is run if all of them together stay below this many weights; else a few of each kind.
-_ALL_LAYERS_WEIGHTS = 50_000_000
-#: On a CPU, this many queries are checked at most when nothing else is asked for.
-_CPU_ROWS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyOptions:
-    """What to verify and how.
-
-    Attributes:
-        tp: Tensor-parallel ranks, folded on the devices there are.
-        layers: Layer numbers to run; None chooses (all on a GPU or if the model is small).
-        tokens: Sequence length; None chooses (past the top-k of a sparse model).
-        dtype: Compute dtype; auto is bfloat16 on a GPU, float32 on a CPU.
-        backend: What runs the absorbed path; an explicit one that cannot run is an error.
-        device: ``cpu``, ``cuda`` or None for the GPU if there is one.
-        carried: Compare the bytes of carried tensors too.
-        control: Run the negative control.
-        record: Write the outcome into the manifest beside the weights.
-        trust_shapes: Let tensor shapes win over config.json.
-        seed: Seed of the hidden states.
-    """
-
-    tp: int = 1
-    layers: tuple[int, ...] | None = None
-    tokens: int | None = None
-    dtype: DtypeName = "auto"
-    backend: BackendName = "auto"
-    device: str | None = None
-    carried: bool = True
-    control: bool = True
-    record: bool = True
-    trust_shapes: bool = False
-    seed: int = 0
+__all__ = ["ControlFailedError", "VerifyOptions", "verify"]
 
 
 class ControlFailedError(MlaConvertError):
@@ -110,10 +80,6 @@ class _Side:
     blocks: dict[str, AttentionBlock]
 
 
-#: A block of the checkpoint under test and the original's block of the same prefix.
-_Pair = tuple[AttentionBlock, AttentionBlock]
-
-
 class _Verification:
     def __init__(self, path: Path, against: Path | None, options: VerifyOptions, progress: Progress) -> None:
         self.path, self.against, self.options, self.progress = path, against, options, progress
@@ -130,7 +96,7 @@ class _Verification:
         if ours is None:
             return report
         baseline = original or self._self_baseline(ours)
-        chosen = self._chosen_blocks(ours, baseline)
+        chosen = choose_blocks(self.options, ours.catalogue, ours.blocks, baseline.blocks)
         settings = self._settings(ours, [block for block, _ in chosen])  # refuses a request before any work
         self._structure(ours, original)
         if any(check.passed is False and check.name == "tensors" for check in report.checks):
@@ -181,7 +147,6 @@ class _Verification:
     # Levels
 
     def _structure(self, ours: _Side, original: _Side | None) -> None:
-        from mla_convert.verification import structure
 
         add = self.report.checks.append
         add(structure.check_index(ours.catalogue))
@@ -206,8 +171,6 @@ class _Verification:
                 add(structure.check_config(config.value, before, "the manifest"))
 
     def _bytes(self, ours: _Side, original: _Side | None) -> None:
-        from mla_convert.verification import rows
-        from mla_convert.verification.weights import TensorReader
 
         add = self.report.checks.append
         reader = TensorReader(ours.catalogue)
@@ -226,10 +189,9 @@ class _Verification:
         ours: _Side,
         original: _Side | None,
         baseline: Catalogue,
-        chosen: Sequence[_Pair],
+        chosen: Sequence[Pair],
         settings: NumbersSettings,
     ) -> None:
-        from mla_convert.verification.weights import TensorReader
 
         reader = TensorReader(ours.catalogue)
         theirs = TensorReader(original.catalogue) if original else reader
@@ -242,13 +204,11 @@ class _Verification:
 
     def _run_blocks(
         self,
-        chosen: Sequence[_Pair],
+        chosen: Sequence[Pair],
         settings: NumbersSettings,
         readers: tuple[TensorReader, TensorReader],
         baseline: Catalogue,
     ) -> None:
-        from mla_convert.verification import numbers
-        from mla_convert.verification.weights import block_spec, load_block
 
         device = settings.devices[0]
         shared: torch.Tensor | None = None
@@ -277,7 +237,6 @@ class _Verification:
         settings: NumbersSettings,
         indices: torch.Tensor | None,
     ) -> None:
-        from mla_convert.verification import numbers
 
         if original.spec.indexer is not None:
             self.report.checks.append(numbers.check_sparse_equals_dense(converted, settings))
@@ -292,134 +251,21 @@ class _Verification:
 
     def _self_baseline(self, ours: _Side) -> _Side:
         """Without an original: the checkpoint's own weights, with the configuration from before the conversion."""
-        from mla_convert.verification.structure import original_config
 
         config = ours.catalogue.config
-        before = original_config(self.manifest, config.name) if self.manifest and config else None
+        before = structure.original_config(self.manifest, config.name) if self.manifest and config else None
         if before is None or config is None:
             return ours
         return replace(ours, catalogue=replace(ours.catalogue, config=JsonFile(config.name, b"", before)))
 
-    # Choices
-
-    def _chosen_blocks(self, ours: _Side, baseline: _Side) -> list[_Pair]:
-        pairs = [
-            (block, baseline.blocks[prefix])
-            for prefix, block in ours.blocks.items()
-            if prefix in baseline.blocks
-        ]
-        if self.options.layers is not None:
-            known = {block.layer for block, _ in pairs}
-            absent = sorted(set(self.options.layers) - known)
-            if absent:
-                raise CannotError(
-                    f"--layers: no MLA block in layer {', '.join(map(str, absent))}",
-                    hint=f"layers with MLA: {', '.join(sorted({str(layer) for layer in known}, key=_as_number))}",
-                )
-            return [pair for pair in pairs if pair[0].layer in self.options.layers]
-        weights = (
-            sum(
-                tensor.spec.numel
-                for name, tensor in ours.catalogue.tensors.items()
-                if any(name.startswith(block.prefix) for block in ours.blocks.values())
-            )
-            if len(pairs) <= 256
-            else _ALL_LAYERS_WEIGHTS
-        )
-        if self._on_gpu() or weights < _ALL_LAYERS_WEIGHTS:
-            return pairs
-        sample: set[str] = set()
-        for group in group_blocks(ours.catalogue, ours.blocks.values()):
-            members = group.blocks
-            sample |= {members[at].prefix for at in (0, len(members) // 2, -1)}
-        return [pair for pair in pairs if pair[0].prefix in sample]
-
-    def _on_gpu(self) -> bool:
-        import torch
-
-        return self.options.device != "cpu" and torch.cuda.is_available()
-
     def _settings(self, ours: _Side, blocks: Sequence[AttentionBlock]) -> NumbersSettings:
-        import torch
-
-        from mla_convert.runtime.dispatch import resolve_backend
-        from mla_convert.verification.numbers import NumbersSettings
-
-        self._check_tp(ours, blocks)
-        devices = self._devices()
-        gpu = devices[0].type == "cuda"
-        dtype = {
-            "auto": torch.bfloat16 if gpu else torch.float32,
-            "bfloat16": torch.bfloat16,
-            "float16": torch.float16,
-            "float32": torch.float32,
-            "float64": torch.float64,
-        }[self.options.dtype]
-        backend = resolve_backend(self.options.backend, devices[0])
-        config = ours.catalogue.config.value if ours.catalogue.config else None
-        topks = [layer_config(config, block.layer).get("index_topk") for block in blocks]
-        topk = max((found for found in topks if type(found) is int), default=0)
-        tokens = self.options.tokens or _default_tokens(topk, gpu=gpu)
-        settings = NumbersSettings(
-            tokens=tokens,
-            rows=tokens if gpu or self.options.tokens else min(tokens, _CPU_ROWS),
-            dtype=dtype,
-            world=self.options.tp,
-            devices=devices,
-            backend=backend,
-            seed=self.options.seed,
-        )
-        if topk and tokens <= topk:
-            self.report.checks.append(
-                Check(
-                    "sparse",
-                    "selection",
-                    None,
-                    f"{tokens} tokens do not exceed top-k {topk}: all are selected",
-                )
-            )
-        self.report.settings = {
-            "version": __version__,
-            "tp": self.options.tp,
-            "tokens": tokens,
-            "rows": settings.rows,
-            "topk": topk or None,
-            "dtype": str(dtype).removeprefix("torch."),
-            "backend": backend.name,
-            "backend_reason": backend.reason,
-            "devices": [_device_name(device) for device in devices],
-            "seed": self.options.seed,
-            "layers": sorted({block.layer for block in blocks if block.layer is not None}),
-            "blocks": len(blocks),
-            "blocks_in_checkpoint": len(ours.blocks),
-            "tolerances": _tolerances(dtype),
-        }
+        settings = make_settings(self.options, ours.catalogue, blocks)
+        self.report.settings = describe_settings(settings, ours.catalogue, blocks, len(ours.blocks))
+        topk = largest_topk(ours.catalogue, blocks)
+        if topk and settings.tokens <= topk:
+            summary = f"{settings.tokens} tokens do not exceed top-k {topk}: all are selected"
+            self.report.checks.append(Check("sparse", "selection", None, summary))
         return settings
-
-    def _check_tp(self, ours: _Side, blocks: Sequence[AttentionBlock]) -> None:
-        bad = [block for block in blocks if block.heads % self.options.tp]
-        if bad:
-            sizes = tensor_parallel_sizes(ours.catalogue, blocks)
-            legal = [size.size for size in sizes if all(block.heads % size.size == 0 for block in blocks)]
-            raise CannotError(
-                f"--tp {self.options.tp}: {bad[0].heads} heads of {bad[0].prefix.rstrip('.')} do not divide by "
-                f"{self.options.tp}",
-                hint=f"sizes that fit: {', '.join(map(str, legal))}",
-            )
-
-    def _devices(self) -> tuple[torch.device, ...]:
-        import torch
-
-        if self.options.device not in (None, "cpu", "cuda"):
-            raise UsageError(f"--device {self.options.device}: expected cpu or cuda")
-        if self.options.device == "cuda" and not torch.cuda.is_available():
-            raise CannotError(
-                "--device cuda: PyTorch finds no CUDA device", hint="leave --device out to use the CPU"
-            )
-        if not self._on_gpu():
-            return (torch.device("cpu"),)
-        count = min(torch.cuda.device_count(), self.options.tp)
-        return tuple(torch.device("cuda", number) for number in range(count))
 
     # Afterwards
 
@@ -444,12 +290,6 @@ class _Verification:
             report.checks.append(Check("record", "manifest", None, f"not recorded: {error.message}"))
 
 
-def _default_tokens(topk: int, *, gpu: bool) -> int:
-    """Past the top-k, where a wrong selection shows; 4096 on a GPU at least."""
-    past = max(2 * topk, 64) if topk <= 1024 else topk + topk // 4
-    return max(past, 4096) if gpu else max(past, 128)
-
-
 def _by_operation(ran: Mapping[str, int]) -> dict[str, str]:
     """Operation -> what ran it, e.g. ``sparse_mla`` -> ``tilelang``, with the reason where a kernel could not."""
     served: dict[str, list[str]] = {}
@@ -457,17 +297,6 @@ def _by_operation(ran: Mapping[str, int]) -> dict[str, str]:
         operation, _, by = entry.partition(": ")
         served.setdefault(operation, []).append(by)
     return {operation: "; ".join(by) for operation, by in served.items()}
-
-
-def _tolerances(dtype: torch.dtype) -> dict[str, float]:
-    from mla_convert.verification.numbers import FACTOR, FLOORS, MIN_COSINE, SELECTION_TOLERANCE
-
-    return {
-        "cosine": MIN_COSINE,
-        "factor": FACTOR,
-        "floor": FLOORS[dtype],
-        "selection": SELECTION_TOLERANCE[dtype],
-    }
 
 
 def _worst(report: VerifyReport) -> dict[str, Any] | None:
@@ -480,23 +309,3 @@ def _worst(report: VerifyReport) -> dict[str, Any] | None:
         "absorbed": worst.absorbed.relative,
         "standard": worst.standard.relative,
     }
-
-
-def _device_name(device: torch.device) -> str:
-    import torch
-
-    if device.type != "cuda":
-        return "CPU"
-    return f"{device} {torch.cuda.get_device_name(device)}"
-
-
-def _as_number(text: str) -> tuple[int, str]:
-    return (int(text), "") if text.isdigit() else (1 << 30, text)
-
-
-def by_level(checks: Sequence[Check]) -> Mapping[str, list[Check]]:
-    """Checks grouped by level, in order."""
-    grouped: dict[str, list[Check]] = {}
-    for check in checks:
-        grouped.setdefault(check.level, []).append(check)
-    return grouped

@@ -1,0 +1,173 @@
+"""Which code runs an operation, TileLang kernels or the torch reference, and the record of what really ran.
+
+Nothing falls back in silence: a ``Backend`` can say why it is what it is (``explain``), and counts every call by
+the code that served it (``ran``), so that a report can name the backend of each part.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from mla_convert.errors import CannotError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+Requested = Literal["auto", "reference", "tilelang"]
+Name = Literal["reference", "tilelang"]
+
+CAPABILITY = (9, 0)
+"""The kernels use instructions of this compute capability (Hopper) alone; they do not run on newer ones either."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """How operations on one device are served.
+
+    Attributes:
+        name: What serves them where it can.
+        reason: Why this backend was chosen, a clause without a full stop.
+        device: The device it was resolved for, such as "cuda:0".
+        strict: True if the kernels were asked for by name: a call that they cannot take then fails, where
+            otherwise the reference takes it and ``ran`` says why.
+        ran: Calls so far by operation, code and, for the reference in place of a kernel, reason.
+    """
+
+    name: Name
+    reason: str
+    device: str
+    strict: bool = False
+    ran: Counter[str] = field(default_factory=Counter, compare=False)
+
+    def sparse_mla(
+        self,
+        q_SHE: Tensor,
+        kv_TE: Tensor,
+        indices_SK: Tensor,
+        scale: float,
+        *,
+        topk_length: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        d_v: int,
+    ) -> tuple[Tensor, Tensor]:
+        """``reference.sparse_mla`` or ``kernels.sparse_mla.sparse_mla``, which share this signature."""
+        if self.name == "tilelang":
+            from mla_convert.runtime.kernels import sparse_mla as kernels
+
+            why = _needs_grad(q_SHE, kv_TE, attn_sink) or kernels.unsupported(q_SHE, d_v, scale)
+            if self._kernel_runs("sparse_mla", why):
+                return kernels.sparse_mla(
+                    q_SHE, kv_TE, indices_SK, scale, topk_length=topk_length, attn_sink=attn_sink, d_v=d_v
+                )
+        else:
+            self.ran["sparse_mla: reference"] += 1
+        from mla_convert.runtime import reference
+
+        return reference.sparse_mla(
+            q_SHE, kv_TE, indices_SK, scale, topk_length=topk_length, attn_sink=attn_sink, d_v=d_v
+        )
+
+    def indexer_logits(
+        self,
+        q_SIJ: Tensor,
+        k_TJ: Tensor,
+        weights_SI: Tensor,
+        *,
+        starts: Tensor | None = None,
+        ends: Tensor | None = None,
+    ) -> Tensor:
+        """``reference.indexer_logits`` or ``kernels.indexer_logits.indexer_logits``."""
+        if self.name == "tilelang":
+            from mla_convert.runtime.kernels import indexer_logits as kernels
+
+            why = _needs_grad(q_SIJ, k_TJ, weights_SI) or kernels.unsupported(q_SIJ)
+            if self._kernel_runs("indexer_logits", why):
+                return kernels.indexer_logits(q_SIJ, k_TJ, weights_SI, starts=starts, ends=ends)
+        else:
+            self.ran["indexer_logits: reference"] += 1
+        from mla_convert.runtime import reference
+
+        return reference.indexer_logits(q_SIJ, k_TJ, weights_SI, starts=starts, ends=ends)
+
+    def explain(self) -> str:
+        """One sentence on the choice, then one on each kind of call so far."""
+        lines = [f"{self.device} uses {self.name}: {self.reason}."]
+        lines += [
+            f"{what} ({count} call{'s' if count > 1 else ''})." for what, count in sorted(self.ran.items())
+        ]
+        return " ".join(lines)
+
+    def _kernel_runs(self, operation: str, why_not: str | None) -> bool:
+        """Record who serves this call, and whether that is the kernel; a strict backend raises instead."""
+        if why_not is None:
+            self.ran[f"{operation}: tilelang"] += 1
+            return True
+        if self.strict:
+            raise CannotError(
+                f"The TileLang kernel of {operation} was asked for and cannot run: {why_not}.",
+                hint="Ask for the backend 'auto' or 'reference', or use bfloat16.",
+            )
+        self.ran[f"{operation}: reference, {why_not}"] += 1
+        return False
+
+
+def available(device: str | torch.device) -> tuple[bool, str]:
+    """Whether the TileLang kernels can run on ``device``, and why or why not (a clause without a full stop)."""
+    import torch
+
+    device = torch.device(device)
+    if device.type != "cuda":
+        return False, f"{device} is not a CUDA device"
+    if not torch.cuda.is_available():
+        return False, "no CUDA device"
+    if device.index is not None and device.index >= torch.cuda.device_count():
+        return False, f"no device {device}; there are {torch.cuda.device_count()}"
+    if torch.version.hip:
+        return False, "an AMD GPU; the kernels are written for NVIDIA Hopper"
+    capability = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    if capability != CAPABILITY:
+        have, need = (".".join(map(str, c)) for c in (capability, CAPABILITY))
+        return False, f"{name} has compute capability {have}; the kernels are written for {need} (Hopper)"
+    try:
+        importlib.import_module("tilelang")
+    except (ImportError, OSError, RuntimeError) as error:
+        return False, f"TileLang cannot be imported ({error})"
+    return True, f"TileLang kernels on {name}"
+
+
+def resolve_backend(requested: Requested, device: str | torch.device) -> Backend:
+    """The backend for ``device``.
+
+    Args:
+        requested: "tilelang" insists on the kernels, "reference" on torch. "auto" takes the kernels if
+            ``available`` says so, and for single calls that they cannot take (dtype, sizes, gradients) the
+            reference, noted in ``Backend.ran``.
+
+    Raises:
+        CannotError: "tilelang" on a device where the kernels cannot run.
+    """
+    if requested == "reference":
+        return Backend("reference", "the reference was asked for", str(device))
+    runs, reason = available(device)
+    if requested == "auto":
+        return Backend("tilelang" if runs else "reference", reason, str(device))
+    if not runs:
+        raise CannotError(
+            f"The TileLang kernels were asked for and cannot run: {reason}.",
+            hint="Run on an H100 or H200 with TileLang installed, or ask for the backend 'auto' or 'reference'.",
+        )
+    return Backend("tilelang", reason, str(device), strict=True)
+
+
+def _needs_grad(*tensors: Tensor | None) -> str | None:
+    """The kernels have no backward pass: a call that gradients must flow through is the reference's."""
+    import torch
+
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        return "gradients are needed and the kernels have no backward pass"
+    return None

@@ -1,0 +1,96 @@
+"""What the kernel modules share: the compile target and cache, and how arguments are made ready for a launch."""
+
+import re
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import tilelang
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mla_convert.errors import CannotError
+
+TARGET = {"kind": "cuda", "arch": "sm_90a"}
+"""A dict, since the kernels name the architecture themselves: TileLang compiles them where there is no GPU."""
+
+DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+
+_cache: dict[Hashable, Any] = {}
+_lock = threading.Lock()
+
+
+def compiled(key: Hashable, build: Callable[[], Any]) -> Any:
+    """The kernel stored under ``key``; on first use ``build()`` gives the program and TileLang compiles it.
+
+    That takes 5 to 25 s, once: TileLang keeps the result on disk as well (``TILELANG_CACHE_DIR``).
+    """
+    with _lock:
+        if key not in _cache:
+            configs = {tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True}
+            kernel = tilelang.compile(build(), target=TARGET, pass_configs=configs)
+            if found := divergent_barriers(kernel.get_kernel_source()):
+                raise CannotError(
+                    f"TileLang {tilelang.__version__} placed a barrier where not all threads reach it: {found[0]}",
+                    hint="The kernel would hang, so it is not run. Use the backend 'reference'.",
+                )
+            _cache[key] = kernel
+        return _cache[key]
+
+
+_BARRIER = re.compile(r"__syncthreads\(|__sync_thread_partial\(|AllReduce<[\w:]+, (\d+),")
+_ROLE = re.compile(r"if \(\(+int\)threadIdx\.x\) < (128|256)\) \{|(\} )?else \{")
+
+
+def divergent_barriers(source: str) -> list[str]:
+    """Lines of CUDA with a barrier inside a branch that only some threads of a warpgroup take.
+
+    TileLang inserts barriers itself, and where it lays a fragment out over fewer threads than a role has, the
+    branch around the copy can enclose one; such a kernel hangs. A role's own branch is no such branch.
+    """
+    found: list[str] = []
+    scopes: list[str] = []
+    for number, line in enumerate(map(str.strip, source.splitlines()), 1):
+        if line.startswith("}") and scopes:
+            scopes.pop()
+        barrier = _BARRIER.search(line)
+        if barrier and int(barrier.group(1) or 128) > 32:
+            inside = [scope for scope in scopes if "threadIdx" in scope and not _ROLE.fullmatch(scope)]
+            found += [f"line {number}: {line} inside {scope}" for scope in inside]
+        if line.endswith("{"):
+            scopes.append(line)
+    return found
+
+
+def launchable(tensor: Tensor) -> Tensor:
+    """The tensor packed and on a 16-byte boundary, as the kernels' 16-byte copies need it; copied only if not."""
+    tensor = tensor.detach().contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
+def pad_features(tensor: Tensor, head: int, head_to: int, tail_to: int) -> Tensor:
+    """Zero-pad both parts of the last dim: ``head`` dims to ``head_to`` and the rest to ``tail_to``."""
+    tail = tensor.shape[-1] - head
+    if (head, tail) == (head_to, tail_to):
+        return tensor
+    parts = (pad(tensor[..., :head], (0, head_to - head)), pad(tensor[..., head:], (0, tail_to - tail)))
+    return torch.cat(parts, dim=-1)
+
+
+def as_int32(tensor: Tensor) -> Tensor:
+    """Integers as int32; what int32 cannot hold stays out of range instead of wrapping round to a valid value."""
+    if tensor.dtype == torch.int32:
+        return tensor
+    if tensor.dtype == torch.int64:
+        return tensor.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
+    raise TypeError(f"expected int32 or int64, got {tensor.dtype}")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError unless the condition holds: the caller passed tensors that do not belong together."""
+    if not condition:
+        raise ValueError(message)

@@ -1,0 +1,29 @@
+"""Which dtype a sum runs in, and how much of a computation to do at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+#: Elements that the temporaries of one chunk may hold together: 512 MiB of float32.
+CHUNK_ELEMENTS = 1 << 27
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums run in: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def chunks(count: int, elements_each: int) -> Iterator[slice]:
+    """Cut ``count`` items into ranges whose temporaries stay within ``CHUNK_ELEMENTS``."""
+    step = max(1, CHUNK_ELEMENTS // max(1, elements_each))
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dim, in at least float32, back to x's dtype, times weight."""
+    wide = x.to(compute_dtype(x.dtype))
+    return (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype) * weight
