@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mla_convert.catalogue import Catalogue
+from mla_convert.catalogue import Catalogue, OtherFile, SourceFile
 from mla_convert.combining import CombineOptions, plan_combine
 from mla_convert.engine import RunOptions, RunReport, run_plan
-from mla_convert.formats.huggingface import open_checkpoint
+from mla_convert.errors import BadInputError, UsageError
+from mla_convert.formats.huggingface import INDEX_SUFFIX, open_checkpoint
 from mla_convert.geometry import AttentionBlock, find_blocks
 from mla_convert.inspection import describe_group, group_blocks, inspect_document
 from mla_convert.manifest import read_manifest
 from mla_convert.plan import Plan
 from mla_convert.progress import Progress, SilentProgress
 from mla_convert.splitting import SplitOptions, plan_split
-from mla_convert.staging import check_target
+from mla_convert.staging import check_replaceable, check_target, finished_already
+from mla_convert.storage import plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,16 @@ class Conversion:
 
 
 def default_output(source: Path, suffix: str) -> Path:
-    """``PATH-split`` beside ``PATH``; a file loses its extension."""
+    """``PATH-split`` beside ``PATH``; a file loses its extension.
+
+    Raises:
+        UsageError: ``PATH`` lies in the Hub's cache, where only the Hub's own library should write.
+    """
     name = Path(os.path.abspath(source))  # noqa: PTH100 - links keep their own names
+    if any(part.startswith("models--") for part in name.parts):
+        raise UsageError(
+            f"{source} lies in the Hub's cache, where no output should be", hint="choose an output with -o"
+        )
     return name.with_name((name.stem if name.is_file() else name.name) + suffix)
 
 
@@ -108,11 +119,12 @@ def split(
     Raises:
         MlaConvertError: The subclass says of which kind; nothing half-done is left under the output's name.
     """
-    options, run = options or SplitOptions(), run or RunOptions()
-    target = output or default_output(source, "-split")
-    check_target(source, target, overwrite=run.overwrite)
-    plan = plan_split(open_checkpoint(source), options)
-    return _finish(plan, target, run, progress, dry_run, options.trust_shapes)
+    options = options or SplitOptions()
+
+    def plan(catalogue: Catalogue) -> Plan:
+        return plan_split(catalogue, options)
+
+    return _convert(source, output, "-split", plan, run, progress, dry_run, options.trust_shapes)
 
 
 def combine(
@@ -129,18 +141,58 @@ def combine(
     With the manifest that ``split`` wrote, the original files come back byte for byte. Arguments and errors are
     those of :func:`split`.
     """
-    options, run = options or CombineOptions(), run or RunOptions()
-    target = output or default_output(source, "-combined")
+    options = options or CombineOptions()
+
+    def plan(catalogue: Catalogue) -> Plan:
+        manifest = None if options.ignore_manifest else read_manifest(catalogue.root)
+        return plan_combine(catalogue, manifest, options)
+
+    return _convert(source, output, "-combined", plan, run, progress, dry_run, options.trust_shapes)
+
+
+def _convert(
+    source: Path,
+    output: Path | None,
+    suffix: str,
+    make_plan: Callable[[Catalogue], Plan],
+    run: RunOptions | None,
+    progress: Progress | None,
+    dry_run: bool,
+    trust_shapes: bool,
+) -> Conversion:
+    run = run or RunOptions()
+    if not os.path.lexists(source):
+        raise UsageError(f"{source} does not exist")
+    if source.name.endswith(INDEX_SUFFIX) and source.is_file():
+        source = source.parent  # an index stands for its folder, which the output must not be in
+    target = output or default_output(source, suffix)
+    if target.name in ("", ".."):
+        target = target.resolve()
     check_target(source, target, overwrite=run.overwrite)
     catalogue = open_checkpoint(source)
-    manifest = None if options.ignore_manifest else read_manifest(catalogue.root)
-    plan = plan_combine(catalogue, manifest, options)
-    return _finish(plan, target, run, progress, dry_run, options.trust_shapes)
+    _check_names(catalogue)
+    plan = make_plan(catalogue)
+    blocks = find_blocks(catalogue, trust_shapes=trust_shapes)
+    if not dry_run:
+        return Conversion(plan, target, blocks, run_plan(plan, target, run, progress or SilentProgress()))
+    if not finished_already(target, plan.digest()):
+        check_replaceable(target, overwrite=run.overwrite)
+    return Conversion(plan, target, blocks, None)
 
 
-def _finish(
-    plan: Plan, target: Path, run: RunOptions, progress: Progress | None, dry_run: bool, trust_shapes: bool
-) -> Conversion:
-    blocks = find_blocks(plan.catalogue, trust_shapes=trust_shapes)
-    report = None if dry_run else run_plan(plan, target, run, progress or SilentProgress())
-    return Conversion(plan, target, blocks, report)
+def _check_names(catalogue: Catalogue) -> None:
+    files: tuple[SourceFile | OtherFile, ...] = (*catalogue.files.values(), *catalogue.others)
+    for file in files:
+        if not _is_text(file.name):
+            raise BadInputError(
+                f"{plain(file.path)}: the name is not UTF-8, so no manifest can list it",
+                hint="rename it, or move it out of the checkpoint",
+            )
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -253,7 +253,7 @@ def verify_command(
         Path | None,
         typer.Argument(
             help="A checkpoint; without one: the checkpoint in this folder, else the built-in demo model.",
-            metavar="[PATH]",
+            metavar="PATH",
         ),
     ] = None,
     against: Annotated[

@@ -6,7 +6,7 @@ does: K and V rows interleave by head again, and replicated scales collapse if t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from mla_convert.conversion import (
 )
 from mla_convert.errors import BadInputError, CannotError
 from mla_convert.formats.huggingface_edit import mark_layout, rename_skipped, set_module_blocks
-from mla_convert.formats.safetensors import parse_header
+from mla_convert.formats.safetensors import SafetensorsHeader, parse_header
 from mla_convert.geometry import AttentionBlock, Layout, find_blocks, quantization_config
 from mla_convert.manifest import Manifest, sha256_of
 from mla_convert.names import Part, parse_up_projection
@@ -41,7 +41,8 @@ from mla_convert.plan import (
     TargetTensor,
     whole,
 )
-from mla_convert.quant import config_block, read_quantisation
+from mla_convert.quant import SCALE_FIELDS, SHARED_FIELDS, Quantisation, config_block, read_quantisation
+from mla_convert.split_kv import RowMove, scale_block_rows
 from mla_convert.strict_json import dump_json
 from mla_convert.tensors import TensorSpec
 
@@ -83,7 +84,7 @@ def plan_combine(catalogue: Catalogue, manifest: Manifest | None, options: Combi
         rewritten, hashed = rewrite_files(catalogue, replaced, append=False), sorted(replaced)
     index = _restored(catalogue.index, original)
     config = _restored(catalogue.config, original) or _combined_config(catalogue, blocks)
-    warnings = []
+    warnings = _not_compared(catalogue, blocks)
     if original and catalogue.config and _restored(catalogue.config, original) is None:
         warnings.append(f"{catalogue.config.name} was changed since the split; its own edits are kept")
     return finish_plan(
@@ -102,40 +103,70 @@ def plan_combine(catalogue: Catalogue, manifest: Manifest | None, options: Combi
     )
 
 
+def _not_compared(catalogue: Catalogue, blocks: Sequence[AttentionBlock]) -> list[str]:
+    dropped = [
+        block
+        for block in blocks
+        if block.layout is Layout.BOTH
+        and is_dequantised(*(catalogue.tensors[block.tensor(p)].spec.dtype for p in (Part.KV_B, Part.K_B)))
+    ]
+    if not dropped:
+        return []
+    return [
+        f"K and V of {len(dropped)} blocks are dequantised copies; they are dropped without comparing them"
+    ]
+
+
 def _combined_fields(
     catalogue: Catalogue, block: AttentionBlock
 ) -> tuple[list[TargetTensor], list[EqualRows]]:
     """The combined tensors of one block, and what must hold for them to be right."""
     k_quantisation, v_quantisation = (block.quantisation[part] for part in HALVES)
-    if k_quantisation != v_quantisation:
-        raise CannotError(
-            f"{block.prefix}: K and V are quantised differently ({k_quantisation}, {v_quantisation})"
-        )
     sources = {part: fields_of(catalogue, block, part) for part in HALVES}
-    dtypes = {part: fields["weight"].dtype for part, fields in sources.items()}
-    if len(set(dtypes.values())) != 1:
-        raise CannotError(f"{block.prefix}: K and V have different dtypes: {dtypes}")
-    block_rows = (1, 1)
-    if k_quantisation.block:
-        config = catalogue.config.value if catalogue.config else None
-        stated = config_block(quantization_config(config))[0]
-        finer = k_quantisation.block[0]
-        block_rows = (stated if stated % finer == 0 else finer, finer)
+    if k_quantisation != v_quantisation or len({fields["weight"].dtype for fields in sources.values()}) != 1:
+        k, v = (block.quantisation[part].describe(sources[part]["weight"].dtype) for part in HALVES)
+        raise CannotError(f"{block.prefix}: K and V are stored differently: {k}; {v}")
+    block_rows = _block_rows(catalogue, block, k_quantisation)
+    fields = list(up_projection_fields(block, sources[Part.K_B], k_quantisation, block_rows))
+    if block.layout is Layout.BOTH:
+        stored = fields_of(catalogue, block, Part.KV_B)
+        return [TargetTensor(spec, (whole(spec),)) for spec in stored.values()], _equal_layouts(
+            fields, stored
+        )
     targets, guards = [], []
-    for field in up_projection_fields(block, sources[Part.K_B], k_quantisation, block_rows):
-        if block.layout is Layout.BOTH:
-            stored = catalogue.spec(field.combined.name)
-            if stored is None or stored.dtype != field.combined.dtype:
-                continue  # one of the layouts was dequantised: nothing to compare bytes with
-            guards += _equal_layouts(field, stored)
-            continue
+    for field in fields:
+        _require_like_halves(catalogue, field)
         target, conditions = _combine_field(field)
         targets.append(target)
         guards += conditions
-    if block.layout is Layout.BOTH:
-        stored_fields = fields_of(catalogue, block, Part.KV_B)
-        targets = [TargetTensor(spec, (whole(spec),)) for spec in stored_fields.values()]
     return targets, guards
+
+
+def _block_rows(catalogue: Catalogue, block: AttentionBlock, quantisation: Quantisation) -> tuple[int, int]:
+    """Weight rows that a block scale covers: in the combined tensor, in K and V."""
+    if not quantisation.block:
+        return (1, 1)
+    config = catalogue.config.value if catalogue.config else None
+    stated = config_block(quantization_config(config))[0]
+    finer = scale_block_rows(block.kv, stated)
+    if quantisation.block[0] != finer:
+        raise CannotError(
+            f"{block.prefix}: K and V have one scale for {quantisation.block[0]} rows; with nope {block.nope} and "
+            f"v {block.v} some of these span two heads, and a combined tensor cannot hold them",
+            hint=f"only scales of {finer} rows can be combined; quantise the combined BF16 weights instead",
+        )
+    return stated, finer
+
+
+def _require_like_halves(catalogue: Catalogue, field: Field) -> None:
+    """Both halves must hold a field alike; its spec was derived from K's."""
+    v = field.split[Part.V_B]
+    found = catalogue.tensors[v.name].spec
+    if found != v:
+        raise CannotError(
+            f"{v.name} is {found.dtype} {list(found.shape)}; beside {field.split[Part.K_B].name} it would have to be "
+            f"{v.dtype} {list(v.shape)}"
+        )
 
 
 def _combine_field(field: Field) -> tuple[TargetTensor, list[EqualRows]]:
@@ -166,17 +197,32 @@ def _combine_field(field: Field) -> tuple[TargetTensor, list[EqualRows]]:
     return TargetTensor(field.combined, tuple(pieces[at] for at in sorted(pieces))), guards
 
 
-def _equal_layouts(field: Field, stored: TensorSpec) -> list[EqualRows]:
+def _equal_layouts(fields: Sequence[Field], stored: Mapping[str, TensorSpec]) -> list[EqualRows]:
     """Both layouts are there: every row of K and V must equal its row of the combined tensor."""
+    if is_dequantised(stored["weight"].dtype, fields[0].combined.dtype):
+        return []  # no bytes to compare; plan_combine says so
     conditions = []
-    for part in HALVES:
-        split = field.split[part]
-        for move in field.moves[part] if field.moves else ():
-            otherwise = f"{split.name} row {move.split} differs from {stored.name} row {move.combined}"
-            conditions.append(
-                EqualRows(split.name, move.split, stored.name, move.combined, move.count, otherwise)
+    for field in fields:
+        combined = stored.get(field.name)
+        if combined != field.combined:
+            found = f"{combined.dtype} {list(combined.shape)}" if combined else "missing"
+            raise BadInputError(
+                f"both layouts are stored, and they do not agree: {field.combined.name} is {found}; K and V need "
+                f"{field.combined.dtype} {list(field.combined.shape)}",
+                hint="remove the layout that is wrong",
             )
+        for part, split in field.split.items():
+            for move in field.moves[part] if field.moves else (RowMove(0, 0, 1),):
+                otherwise = f"{split.name} row {move.split} differs from {combined.name} row {move.combined}"
+                conditions.append(
+                    EqualRows(split.name, move.split, combined.name, move.combined, move.count, otherwise)
+                )
     return conditions
+
+
+def is_dequantised(combined: str, split: str) -> bool:
+    """True if the halves of a weight of dtype ``combined`` are what ``--dequantize`` makes of it."""
+    return (combined, split) == ("F8_E4M3", "BF16")
 
 
 def _replacements(
@@ -201,7 +247,7 @@ def _restored_files(
 ) -> tuple[list[RewrittenFile], list[str]]:
     """The original files from their original headers, and the K and V tensors that go into them."""
     sizes = manifest.value["source"]["files"]
-    headers = {}
+    headers: dict[str, SafetensorsHeader] = {}
     for name, raw in manifest.restore_headers.items():
         if name not in catalogue.files:
             raise _does_not_fit(manifest, f"{name} is gone")
@@ -209,13 +255,35 @@ def _restored_files(
             raw, sizes.get(name, [0])[0], f"{manifest.path}: original header of {name}"
         )
     original = {stored.spec.name: stored.spec for header in headers.values() for stored in header.tensors}
+    halves = sorted(
+        name for name in catalogue.tensors if (p := parse_up_projection(name)) and p.part in HALVES
+    )
+    _require_same_places(catalogue, manifest, headers, original, halves)
     restorer = _Restorer(catalogue, manifest, combined, original, manifest.restore_tensors)
     files = [
         RewrittenFile(name, header.raw, tuple(restorer.tensor(stored.spec) for stored in header.tensors))
         for name, header in headers.items()
     ]
-    halves = [name for name in catalogue.tensors if (p := parse_up_projection(name)) and p.part in HALVES]
-    return files, sorted(halves)
+    return files, halves
+
+
+def _require_same_places(
+    catalogue: Catalogue,
+    manifest: Manifest,
+    headers: Mapping[str, SafetensorsHeader],
+    original: Mapping[str, TensorSpec],
+    halves: Sequence[str],
+) -> None:
+    """Refuse to lose a tensor that was added or moved since the split: the original headers know nothing of it."""
+    for name in halves:
+        if catalogue.tensors[name].file not in headers:
+            raise _does_not_fit(manifest, f"{name} lies in {catalogue.tensors[name].file}")
+    expected = {*original, *halves}
+    for name, tensor in catalogue.tensors.items():
+        if tensor.file in headers and name not in expected:
+            raise _does_not_fit(manifest, f"{name} was added to {tensor.file}")
+        if tensor.file not in headers and name in original:
+            raise _does_not_fit(manifest, f"{name} was moved to {tensor.file}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,26 +321,18 @@ class _Restorer:
 
     def _requantised(self, spec: TensorSpec, target: TargetTensor, sha256: str | None) -> TargetTensor:
         """An FP8 weight out of the BF16 halves that ``--dequantize`` made, by its original scales."""
-        module = spec.name.removesuffix("weight")
-        fields = {
-            name.removeprefix(module): found
-            for name, found in self.original.items()
-            if name.startswith(module)
-        }
+        if not is_dequantised(spec.dtype, target.spec.dtype) or spec.shape != target.spec.shape:
+            was, now = (f"{s.dtype} {list(s.shape)}" for s in (spec, target.spec))
+            raise _does_not_fit(self.manifest, f"{spec.name} was {was}; its halves make {now}")
+        module = spec.name.removesuffix(".weight")
+        names = ("weight", *SCALE_FIELDS, *SHARED_FIELDS)
+        fields = {name: found for name in names if (found := self.original.get(f"{module}.{name}"))}
         config = self.catalogue.config.value if self.catalogue.config else None
-        quantisation = read_quantisation(
-            fields, config_block(quantization_config(config)), module.rstrip(".")
-        )
+        quantisation = read_quantisation(fields, config_block(quantization_config(config)), module)
         scale = fields.get(quantisation.scale_field or "")
+        if scale is None or scale.name not in self.kept:
+            raise _does_not_fit(self.manifest, f"the scales of {spec.name} are not in it")
         copies = [piece for piece in target.pieces if isinstance(piece, Copy)]
-        if (
-            (spec.dtype, target.spec.dtype) != ("F8_E4M3", "BF16")
-            or scale is None
-            or scale.name not in self.kept
-        ):
-            raise _does_not_fit(
-                self.manifest, f"{spec.name} was {spec.dtype}; its halves are {target.spec.dtype}"
-            )
         data = self.kept[scale.name]
         per_scale, columns = scale_extent(quantisation, spec)
         pieces: list[Piece] = []

@@ -138,15 +138,23 @@ def move_rows(source: TensorSpec, target_rank: int, source_row: int, target_row:
 
 def refuse_layout(blocks: Iterable[AttentionBlock], layouts: Sequence[Layout], verb: str, other: str) -> None:
     """Raise CannotError if a block already is in one of ``layouts``; ``other`` is the command that fits."""
+    blocks = list(blocks)
     wrong = [block for block in blocks if block.layout in layouts]
     if not wrong:
         return
-    both = wrong[0].layout is Layout.BOTH
+    found = "in both layouts" if wrong[0].layout is Layout.BOTH else str(wrong[0].layout)
+    among = f"stored {found} already, {wrong[0].prefix.rstrip('.')} among them"
+    details = [block.prefix for block in wrong]
+    if len(wrong) < len(blocks):
+        raise CannotError(
+            f"cannot {verb}: {len(wrong)} of {len(blocks)} attention blocks are {among}",
+            hint="the checkpoint is half converted; start from the original",
+            details=details,
+        )
     raise CannotError(
-        f"nothing to {verb}: {len(wrong)} attention blocks are stored {'in both layouts' if both else wrong[0].layout} "
-        f"already, {wrong[0].prefix.rstrip('.')} among them",
+        f"nothing to {verb}: all {len(wrong)} attention blocks are {among}",
         hint=f"use `mla-convert {other}` for the other direction",
-        details=[block.prefix for block in wrong],
+        details=details,
     )
 
 

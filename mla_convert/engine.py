@@ -1,12 +1,11 @@
 """Runs a plan: moves the bytes, safely and in bounded memory, and resumes what was interrupted.
 
-Each file is one job for a pool of threads. Ranges that stay as they are move inside the kernel (reflink or
-copy_file_range), so Python touches almost none of the bytes. Memory is a small buffer a worker, whatever the size.
+Each file is one job for a pool of threads. How a file is written is ``filling``'s business, where it grows until
+the output is complete is ``staging``'s.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import threading
@@ -18,38 +17,40 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from mla_convert import storage
 from mla_convert.catalogue import OtherFile, SourceFile
 from mla_convert.errors import BadInputError, DifferenceError, InterruptedRunError, LocalIOError
+from mla_convert.filling import fill, opened_tensor, read_at, read_rows, sha256_of_range
 from mla_convert.formats.huggingface import MANIFEST_NAME
-from mla_convert.manifest import new_manifest, pack, sha256_of
-from mla_convert.plan import (
-    CarriedFile,
-    Copy,
-    Dequantise,
-    Inline,
-    Plan,
-    Requantise,
-    RewrittenFile,
-    TargetTensor,
-)
+from mla_convert.manifest import new_manifest, pack, read_manifest, sha256_of
+from mla_convert.plan import CarriedFile, Plan, RewrittenFile
 from mla_convert.progress import Progress
-from mla_convert.quant import decode_scales, dequantise_rows, requantise_rows
-from mla_convert.staging import Staging, finished_already
-from mla_convert.storage import LinkMode
-from mla_convert.tensors import Run, byte_runs
+from mla_convert.staging import Staging
+from mla_convert.storage import LinkMode, Way
+from mla_convert.strict_json import dump_json
 
-#: Bytes read at a time when bytes pass through Python (hashes, computed pieces).
-BUFFER = 4 << 20
 #: Files smaller than this that are no weights are copied, so that editing one cannot change the source.
 LINK_THRESHOLD = 16 << 20
+#: What a file system hands out space in, as a rule.
+_BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How to run a plan. None of these changes a byte of the weights."""
+    """How to run a plan. None of these changes a byte of the weights.
+
+    Attributes:
+        workers: Files moved at a time.
+        link: How unchanged weight files reach the output.
+        overwrite: Replace an existing output of this tool.
+        restart: Discard an unfinished run instead of resuming it.
+        checksum: Read every file of the output and record its sha256.
+        resume_command: What to type to go on after an interruption, for the message.
+        on_step: Told of every step, from any thread: ``staged``, for each file ``written`` (rewritten ones only)
+            and ``recorded``, then ``finalised`` and ``published``.
+    """
 
     workers: int = 4
     link: LinkMode = LinkMode.AUTO
@@ -73,15 +74,7 @@ class RunReport:
 
 
 class _StoppedError(Exception):
-    """Raised inside a worker when the run is to end."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """A run of bytes of one source file that becomes part of the file being written."""
-
-    file: str
-    run: Run
+    """Raised where work goes on when the run is to end."""
 
 
 def run_plan(plan: Plan, target: Path, options: RunOptions, progress: Progress) -> RunReport:
@@ -91,17 +84,20 @@ def run_plan(plan: Plan, target: Path, options: RunOptions, progress: Progress) 
         InterruptedRunError: Stopped by a signal; finished files are kept for the next run.
         BadInputError: The source changed meanwhile, or a guard does not hold.
         DifferenceError: A restored tensor does not have the hash that was recorded for it.
+        CannotError: An unfinished run of another plan is in the way.
+        UsageError: The target holds what may not be replaced.
         LocalIOError: The file system refused.
     """
     report = RunReport(target)
-    if finished_already(target, plan.digest()):
-        report.already_done = True
-        return report
     started = time.monotonic()
-    with Staging(target, plan, restart=options.restart) as staging:
+    with Staging(target, plan, restart=options.restart, overwrite=options.overwrite) as staging:
+        report.already_done = staging.already_done
         if not staging.locks_supported:
             report.warnings.append("the file system has no locks: make sure that no other run writes there")
-        _Run(plan, staging, options, progress, report).execute()
+        if not staging.already_done:
+            _Run(plan, staging, options, progress, report).execute()
+        elif options.checksum:
+            _add_checksums(target)
     report.seconds = time.monotonic() - started
     return report
 
@@ -114,27 +110,33 @@ class _Run:
     ) -> None:
         self.plan, self.staging, self.options = plan, staging, options
         self.progress, self.report = progress, report
+        self._files: tuple[RewrittenFile | CarriedFile, ...] = (*plan.rewritten, *plan.carried)
         self._stop = threading.Event()
         self._tally = threading.Lock()
         self._hashes: dict[str, str] = {}
         self._kept: dict[str, bytes] = {}
         self._entries: dict[str, dict[str, Any]] = {}
-        self._reflinks = False
+        self._way: Way = "copy"
 
     def execute(self) -> None:
         """Guards, files, finish."""
         self._step("staged")
-        with self._signals():
-            self._check_guards()
-            self._reflinks = self.options.link in (LinkMode.AUTO, LinkMode.REFLINK) and self._can_reflink()
-            storage.preflight(self.staging.target.parent, self._space_needed())
-            jobs = self._jobs()
-            self.progress.start(self.plan.operation, self.plan.bytes_total, "bytes")
-            try:
+        self._check_guards()
+        self._way = self._best_way()
+        storage.preflight(self.staging.target.parent, self._space_needed())
+        jobs = self._jobs()
+        self.progress.start(self.plan.operation, self.plan.bytes_total, "bytes")
+        try:
+            with self._signals():
                 self._work(jobs)
                 self._finish()
-            finally:
-                self.progress.finish()
+        except _StoppedError:
+            self._interrupted()
+        except DifferenceError:
+            self.staging.abandon()
+            raise
+        finally:
+            self.progress.finish()
 
     def _step(self, name: str) -> None:
         if self.options.on_step:
@@ -144,54 +146,73 @@ class _Run:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first ^C (or SIGTERM, SIGHUP) ends the run in good order; the second one at once."""
+        """The first ^C (or SIGTERM, SIGHUP) ends the run in good order; the second one at once.
+
+        A signal that is ignored stays so: ``nohup`` means it.
+        """
 
         def handle(number: int, frame: FrameType | None) -> None:
-            if self._stop.is_set():
-                raise KeyboardInterrupt
+            for each in before:
+                signal.signal(each, signal.SIG_DFL)
             self._stop.set()
+            self.progress.finish()  # gives the cursor back before a second signal ends the process
 
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, handle) for number in numbers}
+        before = {number: signal.getsignal(number) for number in numbers}
+        before = {
+            number: old for number, old in before.items() if old is not None and old is not signal.SIG_IGN
+        }
+        for number in before:
+            signal.signal(number, handle)
         try:
             yield
         finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            for number, old in before.items():
+                signal.signal(number, old)
 
     def _work(self, jobs: list[Callable[[], None]]) -> None:
         pool = ThreadPoolExecutor(max_workers=self.options.workers, thread_name_prefix="mla-convert")
         try:
-            futures = [pool.submit(job) for job in jobs]
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            failed = [future for future in done if future.exception() is not None]
-            if failed:
-                self._stop.set()
+            futures = [pool.submit(self._one_of_many, job) for job in jobs]
+            wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:
+            self._stop.set()
+            raise
         finally:
-            pool.shutdown(wait=True, cancel_futures=self._stop.is_set())
+            pool.shutdown(wait=True, cancel_futures=True)
         errors = [future.exception() for future in futures if not future.cancelled()]
-        real = [error for error in errors if error is not None and not isinstance(error, _StoppedError)]
-        if real:
-            raise real[0]
-        if self._stop.is_set():
-            self._interrupted()
+        for error in errors:
+            if error is not None and not isinstance(error, _StoppedError):
+                raise error
+        self._check_stop()
 
-    def _interrupted(self) -> None:
-        finished = len(self.staging.done) + len(self._entries)
-        total = len(self.plan.rewritten) + len(self.plan.carried)
+    def _one_of_many(self, job: Callable[[], None]) -> None:
+        """A job that is not begun once the run is to end, and that ends the run if it fails."""
+        self._check_stop()
+        try:
+            job()
+        except BaseException:
+            self._stop.set()
+            raise
+
+    def _check_stop(self, _: int = 0) -> None:
+        if self._stop.is_set():
+            raise _StoppedError
+
+    def _interrupted(self) -> NoReturn:
+        finished = sum(file.name in self._entries for file in self._files)
         command = self.options.resume_command
         raise InterruptedRunError(
-            f"stopped; {min(finished, total)} of {total} files are finished and kept",
+            f"stopped; {finished} of {len(self._files)} files are finished and kept",
             hint=f"resume with: {command}" if command else "run the same command again to resume",
-        )
+        ) from None
 
     def _advance(self, count: int) -> None:
         self.progress.advance(count)
-        if self._stop.is_set():
-            raise _StoppedError
+        self._check_stop()
 
     def _count(self, way: str, count: int) -> None:
         with self._tally:
@@ -201,57 +222,60 @@ class _Run:
 
     def _check_guards(self) -> None:
         for guard in self.plan.guards:
-            left = self._read_rows(guard.left, guard.left_row, guard.count)
-            if left != self._read_rows(guard.right, guard.right_row, guard.count):
+            left = read_rows(self.plan.catalogue, guard.left, guard.left_row, guard.count)
+            if left != read_rows(self.plan.catalogue, guard.right, guard.right_row, guard.count):
                 raise BadInputError(
                     guard.otherwise, hint="the split checkpoint was changed; combine cannot choose for you"
                 )
 
-    def _read_rows(self, name: str, row: int, count: int) -> bytes:
-        tensor = self.plan.catalogue.tensors[name]
-        size = tensor.spec.row_nbytes
-        with self._source(tensor.file) as fd:
-            return _pread(fd, count * size, tensor.start + row * size, tensor.file)
+    def _best_way(self) -> Way:
+        """How weights can be shared between source and output: tried, on the smallest weight file.
 
-    def _can_reflink(self) -> bool:
-        """Try it once, on the smallest weight file."""
-        files = sorted(self.plan.catalogue.files.values(), key=lambda file: file.identity.size)
-        probe = self.staging.root / "probe"
-        try:
-            storage.clone_file(files[0].path, probe, LinkMode.REFLINK, on_bytes=lambda _: None)
-        except LocalIOError:
-            return False
-        probe.unlink()
-        return True
+        Raises:
+            LocalIOError: The way that was asked for does not exist here.
+        """
+        asked = self.options.link
+        smallest = min(self.plan.catalogue.files.values(), key=lambda file: file.identity.size)
+        probe = self.staging.files / f"{storage.TEMPORARY_PREFIX}probe"
+        for mode in (LinkMode.REFLINK, LinkMode.HARD):
+            if asked not in (mode, LinkMode.AUTO):
+                continue
+            try:
+                way = storage.clone_file(smallest.path, probe, mode, on_bytes=lambda _: None)
+            except LocalIOError:
+                if asked is mode:
+                    raise
+                continue
+            probe.unlink()
+            return way
+        return "copy"
 
     def _space_needed(self) -> int:
-        """Bytes that will take new space, leaving out what an earlier run wrote already."""
-        rewritten = 0 if self._reflinks else self.plan.bytes_rewritten
-        copied = self.options.link is LinkMode.COPY
-        carried = sum(f.size for f in self.plan.carried if copied or not self._may_link(f))
-        done = sum(int(entry["size"]) for entry in self.staging.done.values() if entry.get("way") != "hard")
-        return max(0, rewritten + carried - done)
+        """Bytes that will take new space, in whole blocks, leaving out what an earlier run finished."""
+        left = [self._new_space(file) for file in self._files if file.name not in self.staging.done]
+        left += [generated.size for generated in self.plan.generated]
+        return sum(-(-size // _BLOCK) * _BLOCK for size in left)
 
-    @contextmanager
-    def _source(self, name: str) -> Iterator[int]:
-        fd = storage.open_source(self.plan.catalogue.files[name].path)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
+    def _new_space(self, file: RewrittenFile | CarriedFile) -> int:
+        if isinstance(file, RewrittenFile):
+            changed = sum(target.spec.nbytes for target in file.tensors if not target.is_carried)
+            return changed if self._way == "reflink" else file.size
+        return 0 if self._way != "copy" and _may_link(file) else file.size
 
     # Jobs
 
     def _jobs(self) -> list[Callable[[], None]]:
         """Everything to do, the largest first; what the journal knows as finished is only counted."""
         todo: list[tuple[int, Callable[[], None]]] = []
-        files: tuple[RewrittenFile | CarriedFile, ...] = (*self.plan.rewritten, *self.plan.carried)
-        for file in files:
+        for file in self._files:
             entry = self.staging.done.get(file.name)
-            if entry is not None and not (self.options.checksum and not entry.get("sha256")):
-                self._entries[file.name] = {"size": entry["size"], "sha256": entry.get("sha256")}
+            if entry is not None:
                 self.report.resumed_files += 1
                 todo.append((0, partial(self.progress.advance, file.size)))
+                if self.options.checksum and not entry["sha256"]:
+                    todo.append((file.size, partial(self._finished, file.name, entry["way"])))
+                else:
+                    self._entries[file.name] = {"size": file.size, "sha256": entry["sha256"]}
             elif isinstance(file, RewrittenFile):
                 todo.append((file.size, partial(self._rewrite, file)))
             else:
@@ -260,101 +284,43 @@ class _Run:
         todo += [(0, partial(self._hash_tensor, name, name in kept)) for name in self.plan.hashed]
         return [job for _, job in sorted(todo, key=lambda item: -item[0])]
 
-    def _may_link(self, file: CarriedFile) -> bool:
-        return file.is_weights or file.size >= LINK_THRESHOLD
-
     def _carry(self, file: CarriedFile) -> None:
         path = self.staging.files / file.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        mode = self.options.link if self._may_link(file) else LinkMode.COPY
+        with storage.os_errors(path.parent, "make"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        mode = self.options.link if _may_link(file) else LinkMode.COPY
         way = storage.clone_file(file.path, path, mode, on_bytes=self._advance)
         self._count(way, file.size)
-        self._finished(file.name, path, way)
+        self._finished(file.name, way)
 
     def _rewrite(self, file: RewrittenFile) -> None:
         path = self.staging.files / file.name
-        temporary = path.with_name(f"{storage.TEMPORARY_PREFIX}{file.name}.tmp")
+        reflink = self._way == "reflink"
         with storage.os_errors(path, "write"):
-            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
-                storage.preallocate(fd, file.size, reserve=not self._reflinks)
-                os.pwrite(fd, file.header, 0)
-                self._advance(len(file.header))
-                shared = self._move_ranges(fd, file)
-                self._compute_pieces(fd, file)
+                storage.preallocate(fd, file.size, reserve=not reflink)
+                shared = fill(fd, file, self.plan.catalogue, reflink=reflink, on_bytes=self._advance)
                 self._check_hashes(fd, file)
                 storage.fsync_fd(fd)
+            except BaseException:
+                path.unlink(missing_ok=True)  # the disk may be full: leave nothing that is of no use
+                raise
             finally:
                 os.close(fd)
-            self._step("written")
-            temporary.rename(path)
+        self._step("written")
         self._count("reflink", shared)
         self._count("rewrite", file.size - shared)
-        self._finished(file.name, path, "rewrite")
+        self._finished(file.name, "rewrite")
 
-    def _finished(self, name: str, path: Path, way: str) -> None:
+    def _finished(self, name: str, way: str) -> None:
+        path = self.staging.files / name
         sha256 = self._hash_file(path) if self.options.checksum else None
-        storage.fsync_directory(path.parent)
         self.staging.record(name, way=way, sha256=sha256)
         with self._tally:
             self._entries[name] = {"size": path.stat().st_size, "sha256": sha256}
         self._step("recorded")
         self.progress.note(f"{name}: {way}")
-
-    def _move_ranges(self, fd: int, file: RewrittenFile) -> int:
-        shared = 0
-        opened: dict[str, int] = {}
-        try:
-            for piece in _merged(self._ranges(file)):
-                if piece.file not in opened:
-                    opened[piece.file] = storage.open_source(self.plan.catalogue.files[piece.file].path)
-                run = piece.run
-                shared += storage.copy_range(
-                    opened[piece.file],
-                    run.source,
-                    fd,
-                    run.target,
-                    run.length,
-                    reflink=self._reflinks,
-                    on_bytes=self._advance,
-                )
-        finally:
-            for source in opened.values():
-                os.close(source)
-        return shared
-
-    def _ranges(self, file: RewrittenFile) -> Iterator[_Range]:
-        for target, offset in file.placed():
-            for piece in target.pieces:
-                if not isinstance(piece, Copy):
-                    continue
-                source = self.plan.catalogue.tensors[piece.source]
-                for run in byte_runs(source.spec, piece.box, target.spec, piece.at):
-                    yield _Range(source.file, Run(source.start + run.source, offset + run.target, run.length))
-
-    def _compute_pieces(self, fd: int, file: RewrittenFile) -> None:
-        for target, offset in file.placed():
-            for piece in target.pieces:
-                if isinstance(piece, Copy):
-                    continue
-                data, row = self._computed(piece, target)
-                os.pwrite(fd, data, offset + row * target.spec.row_nbytes)
-                self._advance(len(data))
-
-    def _computed(self, piece: Dequantise | Requantise | Inline, target: TargetTensor) -> tuple[bytes, int]:
-        """The bytes of one computed piece and the row they start at."""
-        if isinstance(piece, Inline):
-            return piece.data, 0
-        columns = target.spec.shape[1]
-        codes = memoryview(self._read_rows(piece.source, piece.row, piece.count))
-        if isinstance(piece, Dequantise):
-            scale = self.plan.catalogue.tensors[piece.scale].spec
-            stored = self._read_rows(piece.scale, piece.scale_row if scale.numel > 1 else 0, 1)
-            scales = decode_scales(stored, scale.dtype)
-            return bytes(dequantise_rows(codes, columns, scales, piece.block_columns)), piece.at
-        scales = decode_scales(piece.scales, piece.scale_dtype)
-        return bytes(requantise_rows(codes, columns, scales, piece.block_columns, target.spec.name)), piece.at
 
     # Hashes
 
@@ -363,7 +329,7 @@ class _Run:
         for target, offset in file.placed():
             if target.sha256 is None:
                 continue
-            found = _sha256_range(fd, offset, target.spec.nbytes, target.spec.name, self._check_stop)
+            found = sha256_of_range(fd, offset, target.spec.nbytes, target.spec.name, self._check_stop)
             if found != target.sha256:
                 raise DifferenceError(
                     f"{target.spec.name} does not come back as it was: sha256 {found[:16]}…, "
@@ -371,26 +337,18 @@ class _Run:
                     hint="K or V was changed since the split; --ignore-manifest combines it as it is now",
                 )
 
-    def _check_stop(self, _: int = 0) -> None:
-        if self._stop.is_set():
-            raise _StoppedError
-
     def _hash_tensor(self, name: str, keep: bool) -> None:
         tensor = self.plan.catalogue.tensors[name]
-        with self._source(tensor.file) as fd:
-            found = _sha256_range(fd, tensor.start, tensor.spec.nbytes, name, self._check_stop)
-            kept = _pread(fd, tensor.spec.nbytes, tensor.start, name) if keep else None
+        with opened_tensor(self.plan.catalogue, name) as fd:
+            found = sha256_of_range(fd, tensor.start, tensor.spec.nbytes, name, self._check_stop)
+            kept = read_at(fd, tensor.spec.nbytes, tensor.start, name) if keep else None
         with self._tally:
             self._hashes[name] = found
             if kept is not None:
                 self._kept[name] = kept
 
     def _hash_file(self, path: Path) -> str:
-        fd = storage.open_source(path)
-        try:
-            return _sha256_range(fd, 0, os.fstat(fd).st_size, path.name, self._check_stop)
-        finally:
-            os.close(fd)
+        return _sha256_of_file(path, self._check_stop)
 
     # After
 
@@ -406,14 +364,14 @@ class _Run:
                 entry["sha256"] = self._hash_file(files / name)
         storage.write_file_atomic(files / MANIFEST_NAME, self._manifest())
         self._step("finalised")
-        if self._stop.is_set():
-            self._interrupted()
-        self.staging.publish(overwrite=self.options.overwrite)
+        self._check_stop()
+        for left in self.staging.publish():
+            self.report.warnings.append(f"{left} could not be removed; nothing needs it any more")
         self._step("published")
 
     def _manifest(self) -> bytes:
         fixed = self.plan.manifest
-        root = self.plan.catalogue.root.resolve()
+        root = os.path.relpath(self.plan.catalogue.root.resolve(), self.staging.target.resolve())
         restore = {
             **fixed["restore"],
             "tensors": {name: pack(data) for name, data in sorted(self._kept.items())},
@@ -422,9 +380,10 @@ class _Run:
             operation=self.plan.operation,
             options=self.plan.options,
             layout=fixed["layout"],
-            plan=self.plan.digest(),
+            plan=self.staging.digest,
             source={
-                "path": os.path.relpath(root, self.staging.target.resolve()),
+                # JSON is UTF-8 and paths need not be: such a path is recorded as one that leads nowhere.
+                "path": os.fsencode(root).decode("utf-8", "replace"),
                 "files": self.plan.source_identity(),
             },
             files=self._entries,
@@ -434,60 +393,56 @@ class _Run:
         )
 
     def _check_source_unchanged(self) -> None:
-        sources: tuple[SourceFile | OtherFile, ...] = (
-            *self.plan.catalogue.files.values(),
-            *self.plan.catalogue.others,
-        )
-        for file in sources:
-            now, then = storage.identify(file.path), file.identity
-            if (now.size, now.mtime_ns, now.inode) != (then.size, then.mtime_ns, then.inode):
-                raise BadInputError(
-                    f"{file.path} changed while it was being read; the output is not complete",
-                    hint="run again with --restart once nothing writes to the source",
-                )
-
-
-def _merged(ranges: Iterator[_Range]) -> Iterator[_Range]:
-    """Join runs that follow one another on both sides, so that untouched stretches move in one call."""
-    last: _Range | None = None
-    for piece in ranges:
-        if last is not None and (
-            piece.file == last.file
-            and piece.run.source == last.run.source + last.run.length
-            and piece.run.target == last.run.target + last.run.length
-        ):
-            last = _Range(
-                last.file, Run(last.run.source, last.run.target, last.run.length + piece.run.length)
+        catalogue = self.plan.catalogue
+        sources: tuple[SourceFile | OtherFile, ...] = (*catalogue.files.values(), *catalogue.others)
+        with storage.os_errors(catalogue.root, "examine"):
+            changed = [file.name for file in sources if not _is_unchanged(file)]
+            jsons = [file for file in (catalogue.index, catalogue.config) if file]
+            changed += [file.name for file in jsons if not _holds(catalogue.root / file.name, file.data)]
+        if changed:
+            self.staging.abandon()
+            raise BadInputError(
+                f"the source {catalogue.root} changed while it was being read; there is no output",
+                hint="run again once nothing writes to it",
+                details=list(dict.fromkeys(changed)),
             )
-            continue
-        if last is not None:
-            yield last
-        last = piece
-    if last is not None:
-        yield last
 
 
-def _pread(fd: int, count: int, offset: int, name: str) -> bytes:
-    with storage.os_errors(name, "read"):
-        parts = []
-        while count:
-            part = os.pread(fd, count, offset)
-            if not part:
-                raise BadInputError(
-                    f"{name} ends early, at byte {offset}", hint="was it truncated meanwhile?"
-                )
-            parts.append(part)
-            offset += len(part)
-            count -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+def _is_unchanged(file: SourceFile | OtherFile) -> bool:
+    then = file.identity
+    try:
+        now = file.path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return (now.st_size, now.st_mtime_ns, now.st_ino) == (then.size, then.mtime_ns, then.inode)
 
 
-def _sha256_range(fd: int, offset: int, length: int, name: str, on_bytes: Callable[[int], None]) -> str:
-    digest = hashlib.sha256()
-    end = offset + length
-    while offset < end:
-        data = _pread(fd, min(BUFFER, end - offset), offset, name)
-        digest.update(data)
-        offset += len(data)
-        on_bytes(len(data))
-    return digest.hexdigest()
+def _holds(path: Path, data: bytes) -> bool:
+    try:
+        return path.read_bytes() == data
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _may_link(file: CarriedFile) -> bool:
+    return file.is_weights or file.size >= LINK_THRESHOLD
+
+
+def _sha256_of_file(path: Path, on_bytes: Callable[[int], object]) -> str:
+    fd = storage.open_source(path)
+    try:
+        return sha256_of_range(fd, 0, os.fstat(fd).st_size, path.name, on_bytes)
+    finally:
+        os.close(fd)
+
+
+def _add_checksums(target: Path) -> None:
+    """Complete the manifest of a finished output with the hashes that it lacks."""
+    manifest = read_manifest(target)
+    if manifest is None or all(entry.get("sha256") for entry in manifest.files.values()):
+        return
+    files = {
+        name: {**entry, "sha256": entry.get("sha256") or _sha256_of_file(target / name, lambda _: None)}
+        for name, entry in manifest.files.items()
+    }
+    storage.write_file_atomic(target / MANIFEST_NAME, dump_json({**manifest.value, "files": files}))

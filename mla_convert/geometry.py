@@ -1,30 +1,31 @@
-"""Heads and dimensions of every attention block, from tensor shapes, cross-checked with the configuration.
+"""The attention blocks of a checkpoint: where they are, how they are stored, and their heads and dimensions.
 
 Geometry is per block: in several families heads, ranks and dims differ by layer, and some layers have no latent
-attention at all. With H heads, N nope, P rope, V value dims and rank R the stored shapes are
-
-    kv_b [H*(N+V), R]    kv_a [R+P, hidden]    q_b or q [H*(N+P), …]    o [hidden, H*V]
-
-so that H*N = rows(kv_b) - cols(o), H*P = rows(q) - H*N, P = rows(kv_a) - R and H = H*P / P: the shapes alone
-determine everything unless P is 0 or a part is missing. ``num_key_value_heads`` and ``head_dim`` mean nothing here.
+attention at all. It comes from tensor shapes and is cross-checked with the configuration (``head_dims``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from mla_convert.catalogue import Catalogue
 from mla_convert.errors import BadInputError, CannotError
+from mla_convert.head_dims import FIELD_PREFIXES, HeadDims, contradiction, solve_head_dims
 from mla_convert.names import Dialect, Part, layer_number, parse_up_projection
-from mla_convert.quant import FLOAT_DTYPES, FP8_DTYPES, Quantisation, config_block, read_quantisation
-from mla_convert.split_kv import KVLayout
+from mla_convert.quant import (
+    DEFAULT_BLOCK,
+    FLOAT_DTYPES,
+    FP8_DTYPES,
+    Quantisation,
+    plain_weight,
+    read_quantisation,
+    stated_block,
+)
+from mla_convert.split_kv import KVLayout, scale_block_rows
 from mla_convert.tensors import TensorSpec
-
-#: Prefixes of the field names that describe other kinds of layers in the same model (dots3: sliding window).
-_FIELD_PREFIXES = ("", "swa_")
 
 
 class Layout(StrEnum):
@@ -44,7 +45,7 @@ class AttentionBlock:
         dialect: The naming scheme of its tensors.
         layer: Layer number in the names, None if they carry none.
         layout: Combined, split, or both.
-        heads, nope, rope, v, rank: Dimensions (see the module's docstring).
+        heads, nope, rope, v, rank: Dimensions, as ``head_dims`` explains them.
         hidden: Width of the block's input and output.
         q_rank: Rank of the query LoRA, None if the query projection is one matrix.
         quantisation: Storage by up-projection part that exists.
@@ -96,17 +97,6 @@ class AttentionBlock:
         return f"{self.heads} heads, nope {self.nope}, rope {self.rope}, v {self.v}, rank {self.rank}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Dims:
-    heads: int
-    nope: int
-    rope: int
-    v: int
-
-    def __str__(self) -> str:
-        return f"{self.heads} heads, nope {self.nope}, rope {self.rope}, v {self.v}"
-
-
 def text_config(config: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """The part of a config that describes the language model: the level that holds ``kv_lora_rank``."""
     if not config:
@@ -156,11 +146,11 @@ def find_blocks(catalogue: Catalogue, *, trust_shapes: bool = False) -> tuple[At
             dialects[parsed.dialect.name] = parsed.dialect
             parts = found.setdefault((parsed.prefix, parsed.dialect.name), {})
             parts.setdefault(parsed.part, {})[parsed.field] = tensor.spec
-    # Other attention kinds may use one of the names alone; a block has kv_b, or both k_b and v_b.
+    for (prefix, _), parts in found.items():
+        _require_both_halves(prefix, parts)
     blocks = [
         _block(catalogue, prefix, dialects[dialect], parts, config, trust_shapes)
         for (prefix, dialect), parts in found.items()
-        if _is_block(prefix, parts)
     ]
     if not blocks:
         raise CannotError(
@@ -173,14 +163,13 @@ def _order(block: AttentionBlock) -> tuple[int, str]:
     return (block.layer if block.layer is not None else 1 << 30, block.prefix)
 
 
-def _is_block(prefix: str, parts: Mapping[Part, object]) -> bool:
-    if Part.KV_B not in parts and (Part.K_B in parts) != (Part.V_B in parts):
+def _require_both_halves(prefix: str, parts: Mapping[Part, object]) -> None:
+    if (Part.K_B in parts) != (Part.V_B in parts):
         missing, present = (Part.V_B, Part.K_B) if Part.K_B in parts else (Part.K_B, Part.V_B)
         raise BadInputError(
             f"{prefix}: the {present} up-projection is there but the {missing} up-projection is missing",
             hint="the checkpoint is incomplete; download or convert it again",
         )
-    return Part.KV_B in parts or Part.K_B in parts
 
 
 def _why_not_mla(catalogue: Catalogue, config: Mapping[str, Any] | None) -> str:
@@ -204,12 +193,7 @@ def _block(
     config: Mapping[str, Any] | None,
     trust_shapes: bool,
 ) -> AttentionBlock:
-    block_size = config_block(quantization_config(config))
-    quantisation = {
-        part: read_quantisation(fields, block_size, prefix + dialect.module(part))
-        for part, fields in parts.items()
-    }
-    weights = {part: fields["weight"] for part, fields in parts.items()}
+    weights = {part: plain_weight(fields, prefix + dialect.module(part)) for part, fields in parts.items()}
     has_split = Part.K_B in parts and Part.V_B in parts
     layout = (
         Layout.BOTH if has_split and Part.KV_B in parts else Layout.SPLIT if has_split else Layout.COMBINED
@@ -239,7 +223,7 @@ def _block(
     kv_rows = rows[Part.KV_B] if Part.KV_B in rows else rows[Part.K_B] + rows[Part.V_B]
     layer = layer_number(prefix)
     text = layer_config(config, layer)
-    dims, note = _solve(
+    dims, note = solve_head_dims(
         prefix,
         kv_rows=kv_rows,
         rope=kv_a.shape[0] - rank if kv_a else None,
@@ -249,9 +233,13 @@ def _block(
         trust_shapes=trust_shapes,
     )
     _check_split_rows(prefix, rows, dims)
-    stated_rank = {text.get(p + "kv_lora_rank") for p in _FIELD_PREFIXES} - {None}
-    if stated_rank and rank not in stated_rank and not trust_shapes:
-        raise _contradiction(prefix, f"rank {rank} by its tensors", f"kv_lora_rank {_joined(stated_rank)}")
+    stated_ranks = [
+        text[p + "kv_lora_rank"] for p in FIELD_PREFIXES if text.get(p + "kv_lora_rank") is not None
+    ]
+    if stated_ranks and rank not in stated_ranks and not trust_shapes:
+        stated = " or ".join(str(value) for value in stated_ranks)
+        raise contradiction(prefix, f"rank {rank} by its tensors", f"kv_lora_rank {stated}")
+    quantisation = _quantisation(prefix, dialect, parts, dims, config)
     return AttentionBlock(
         prefix=prefix,
         dialect=dialect,
@@ -271,6 +259,28 @@ def _block(
     )
 
 
+def _quantisation(
+    prefix: str,
+    dialect: Dialect,
+    parts: Mapping[Part, Mapping[str, TensorSpec]],
+    dims: HeadDims,
+    config: Mapping[str, Any] | None,
+) -> dict[Part, Quantisation]:
+    stated = stated_block(quantization_config(config))
+    block = stated or DEFAULT_BLOCK
+    finer = scale_block_rows(KVLayout(dims.heads, dims.nope, dims.v), block[0])
+    return {
+        part: read_quantisation(
+            fields,
+            block,
+            prefix + dialect.module(part),
+            split_rows=None if part is Part.KV_B else finer,
+            is_blocked=stated is not None,
+        )
+        for part, fields in parts.items()
+    }
+
+
 def _is_mtp(prefix: str, layer: int | None, config: Mapping[str, Any] | None) -> bool:
     if ".mtp" in f".{prefix}":
         return True
@@ -278,7 +288,7 @@ def _is_mtp(prefix: str, layer: int | None, config: Mapping[str, Any] | None) ->
     return type(layers) is int and layer is not None and layer >= layers
 
 
-def _check_split_rows(prefix: str, rows: Mapping[Part, int], dims: _Dims) -> None:
+def _check_split_rows(prefix: str, rows: Mapping[Part, int], dims: HeadDims) -> None:
     expected = {
         Part.KV_B: dims.heads * (dims.nope + dims.v),
         Part.K_B: dims.heads * dims.nope,
@@ -289,96 +299,5 @@ def _check_split_rows(prefix: str, rows: Mapping[Part, int], dims: _Dims) -> Non
             raise BadInputError(f"{prefix}: {part} has {count} rows; {dims} needs {expected[part]}")
 
 
-def _solve(
-    prefix: str,
-    *,
-    kv_rows: int,
-    rope: int | None,
-    q_rows: int | None,
-    o_columns: int | None,
-    text: Mapping[str, Any],
-    trust_shapes: bool,
-) -> tuple[_Dims, str | None]:
-    """Dimensions of one block. Shapes first; the configuration confirms them or fills what they leave open."""
-    solved = _solve_from_shapes(kv_rows, rope, q_rows, o_columns)
-    if solved and trust_shapes:
-        return solved, None
-    candidates = list(_solve_from_config(kv_rows, rope, o_columns, text))
-    exact = [dims for dims in candidates if q_rows in (None, dims.heads * (dims.nope + dims.rope))]
-    if exact:
-        return exact[0], None
-    if candidates and q_rows is not None:
-        fused = candidates[0]
-        if q_rows == fused.heads * (fused.nope + fused.rope + fused.v):
-            return fused, "the query projection also holds a gate"
-    if solved and not any(True for _ in _stated_dims(text)):
-        return solved, "dimensions from tensor shapes alone: no configuration states them"
-    shapes = f"kv_b {kv_rows} rows, q {q_rows}, rope {rope}, o {o_columns} columns"
-    if solved:
-        raise _contradiction(prefix, str(solved) + " by its tensors", _stated(text))
-    if not text:
-        raise CannotError(
-            f"{prefix}: shapes alone do not fix the head dimensions ({shapes}) and there is no config.json",
-            hint="put the model's config.json beside the weights",
-        )
-    raise _contradiction(prefix, shapes, _stated(text))
-
-
-def _solve_from_shapes(
-    kv_rows: int, rope: int | None, q_rows: int | None, o_columns: int | None
-) -> _Dims | None:
-    if not rope or q_rows is None or o_columns is None:
-        return None
-    k_rows = kv_rows - o_columns
-    heads, rest = divmod(q_rows - k_rows, rope)
-    if k_rows <= 0 or heads <= 0 or rest or k_rows % heads or o_columns % heads:
-        return None
-    return _Dims(heads, k_rows // heads, rope, o_columns // heads)
-
-
-def _stated_dims(text: Mapping[str, Any]) -> Iterator[tuple[int, int, int, frozenset[int]]]:
-    """(nope, rope, v, allowed head counts) of every kind of layer that the configuration describes."""
-    for prefix in _FIELD_PREFIXES:
-        fields = [
-            text.get(prefix + name, text.get(name))
-            for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        ]
-        heads = [text.get(prefix + name) for name in ("num_attention_heads", "num_key_value_heads")]
-        nope, rope, v = fields
-        if v is None and type(text.get("hidden_size")) is int and type(heads[0]) is int:
-            v = text["hidden_size"] // heads[0]
-        if type(nope) is int and type(rope) is int and type(v) is int and min(nope, v) > 0 and rope >= 0:
-            counts = frozenset(count for count in heads if type(count) is int)
-            yield nope, rope, v, counts
-            yield nope + rope, 0, v, counts  # layers without rotary dims grow by them
-
-
-def _solve_from_config(
-    kv_rows: int, rope: int | None, o_columns: int | None, text: Mapping[str, Any]
-) -> Iterator[_Dims]:
-    for nope, stated_rope, v, counts in _stated_dims(text):
-        heads, rest = divmod(kv_rows, nope + v)
-        if rest or rope not in (None, stated_rope) or o_columns not in (None, heads * v):
-            continue
-        if not counts or heads in counts:
-            yield _Dims(heads, nope, stated_rope, v)
-
-
-def _stated(text: Mapping[str, Any]) -> str:
-    names = ("num_attention_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    return ", ".join(f"{name} {text.get(name)}" for name in names)
-
-
-def _contradiction(prefix: str, shapes: str, stated: str) -> BadInputError:
-    return BadInputError(
-        f"{prefix}: config.json contradicts the weights: {shapes}; config.json says {stated}",
-        hint="check that config.json belongs to these weights; --trust-shapes lets the tensor shapes win",
-    )
-
-
 def _listed(values: Mapping[Part, int]) -> str:
     return ", ".join(f"{part} {value}" for part, value in values.items())
-
-
-def _joined(values: set[Any]) -> str:
-    return " or ".join(str(value) for value in sorted(values, key=str))

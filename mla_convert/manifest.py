@@ -175,9 +175,21 @@ def read_manifest(folder: Path) -> Manifest | None:
     if not all(isinstance(e, dict) and type(e.get("size")) is int for e in value["files"].values()):
         raise BadInputError(f"{path}: files is damaged", hint=hint)
     source = value["source"]
-    if not isinstance(source.get("path"), str) or not isinstance(source.get("files"), dict):
+    sizes = source.get("files")
+    if (
+        not isinstance(source.get("path"), str)
+        or not isinstance(sizes, dict)
+        or not all(_is_identity(entry) for entry in sizes.values())
+    ):
         raise BadInputError(f"{path}: source is damaged", hint=hint)
+    if not all(isinstance(digest, str) for digest in value["tensor_sha256"].values()):
+        raise BadInputError(f"{path}: tensor_sha256 is damaged", hint=hint)
     return Manifest(path, value)
+
+
+def _is_identity(entry: Any) -> bool:
+    """True for ``[size, mtime_ns]``."""
+    return isinstance(entry, list) and len(entry) == 2 and all(type(number) is int for number in entry)
 
 
 def sha256_of(data: bytes) -> str:

@@ -49,7 +49,8 @@ class Dequantise:
 
     def describe(self) -> list[Any]:
         """Canonical form for the plan's hash and for ``--json``."""
-        return ["dequantise", self.source, self.scale, self.row, self.count, self.at, self.scale_row]
+        rows = [self.row, self.count, self.at, self.scale_row]
+        return ["dequantise", self.source, self.scale, *rows, self.block_columns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ class Requantise:
 
     def describe(self) -> list[Any]:
         """Canonical form for the plan's hash and for ``--json``."""
-        return ["requantise", self.source, self.row, self.count, self.at, self.scales.hex()]
+        rows = [self.row, self.count, self.at]
+        return ["requantise", self.source, *rows, self.scale_dtype, self.scales.hex(), self.block_columns]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Splitting never recomputes a scale. Scales are copied, or replicated to smaller 
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ SCALE_FIELDS = ("weight_scale_inv", "weight_scale", "scale")
 #: Per-tensor companions that belong to both halves and are copied to each.
 SHARED_FIELDS = frozenset({"input_scale", "activation_scale", "qscale_act", "qscale_weight"})
 DEFAULT_BLOCK = (128, 128)
+#: Dtypes of scales that can be multiplied with (splitting only copies them, whatever they are).
+SCALE_DTYPES = ("F32", "BF16", "F8_E8M0")
 
 
 class Scheme(StrEnum):
@@ -58,17 +61,16 @@ class Quantisation:
         return f"{dtype}, one scale a {self.scheme}"
 
 
-def read_quantisation(fields: Mapping[str, TensorSpec], block: tuple[int, int], where: str) -> Quantisation:
-    """Decide how a projection is stored from the tensors under its module.
+def plain_weight(fields: Mapping[str, TensorSpec], where: str) -> TensorSpec:
+    """The weight of a projection, if it is stored in a way whose rows are the projection's rows.
 
     Args:
-        fields: The module's tensors by field name; must contain ``weight``.
-        block: Block size the configuration states.
+        fields: The module's tensors by field name.
         where: The module's name, for messages.
 
     Raises:
-        CannotError: A storage format that cannot be split by rows here.
-        BadInputError: A scale is missing, or its shape does not fit the weight.
+        CannotError: A packed format, or a field that is unknown here.
+        BadInputError: The weight is not a matrix.
     """
     weight = fields.get("weight")
     if weight is None:
@@ -78,8 +80,7 @@ def read_quantisation(fields: Mapping[str, TensorSpec], block: tuple[int, int], 
         )
     if len(weight.shape) != 2:
         raise BadInputError(f"{weight.name} has shape {list(weight.shape)}; a projection has two dimensions")
-    companions = {field: spec for field, spec in fields.items() if field != "weight"}
-    unknown = sorted(set(companions) - set(SCALE_FIELDS) - SHARED_FIELDS)
+    unknown = sorted(set(fields) - {"weight"} - set(SCALE_FIELDS) - SHARED_FIELDS)
     if weight.dtype not in FLOAT_DTYPES | FP8_DTYPES or unknown:
         raise CannotError(
             f"{where} is stored as {weight.dtype}"
@@ -87,6 +88,33 @@ def read_quantisation(fields: Mapping[str, TensorSpec], block: tuple[int, int], 
             + ", which cannot be split here",
             hint="supported: BF16, F16, F32, F64, and FP8 with block, channel or tensor scales",
         )
+    return weight
+
+
+def read_quantisation(
+    fields: Mapping[str, TensorSpec],
+    block: tuple[int, int],
+    where: str,
+    *,
+    split_rows: int | None = None,
+    is_blocked: bool = False,
+) -> Quantisation:
+    """Decide how a projection is stored from the tensors under its module.
+
+    Args:
+        fields: The module's tensors by field name; must contain ``weight``.
+        block: Block size the configuration states, or the default.
+        where: The module's name, for messages.
+        split_rows: For K and V, the rows that a block of theirs has after a split (``scale_block_rows``).
+        is_blocked: The configuration states block scales. It decides where the shapes fit both blocks of one
+            row and one scale a row.
+
+    Raises:
+        CannotError: A storage format that cannot be split by rows here.
+        BadInputError: A scale is missing, or its shape does not fit the weight.
+    """
+    weight = plain_weight(fields, where)
+    companions = {field: spec for field, spec in fields.items() if field != "weight"}
     scales = [field for field in SCALE_FIELDS if field in companions]
     shared = tuple(sorted(SHARED_FIELDS & set(companions)))
     for field in shared:
@@ -112,36 +140,43 @@ def read_quantisation(fields: Mapping[str, TensorSpec], block: tuple[int, int], 
         )
     field = scales[0]
     scale = companions[field]
-    scheme, found_block = _scale_scheme(weight, scale, block)
+    blocks = [(rows, block[1]) for rows in dict.fromkeys((split_rows or block[0], block[0]))]
+    scheme, found_block = _scale_scheme(weight, scale, blocks, is_blocked)
     return Quantisation(scheme, field, found_block, shared)
 
 
 def _scale_scheme(
-    weight: TensorSpec, scale: TensorSpec, block: tuple[int, int]
+    weight: TensorSpec, scale: TensorSpec, blocks: Sequence[tuple[int, int]], is_blocked: bool
 ) -> tuple[Scheme, tuple[int, int] | None]:
     out_rows, in_columns = weight.shape
     if scale.numel == 1 and len(scale.shape) < 2:
         return Scheme.TENSOR, None
-    if scale.shape in ((out_rows,), (out_rows, 1)):
+    expected = {block: (-(-out_rows // block[0]), -(-in_columns // block[1])) for block in blocks}
+    fitting = [block for block, shape in expected.items() if scale.shape == shape]
+    if scale.shape in ((out_rows,), (out_rows, 1)) and not (fitting and is_blocked):
         return Scheme.CHANNEL, None
-    expected = (-(-out_rows // block[0]), -(-in_columns // block[1]))
-    if scale.shape == expected:
-        return Scheme.BLOCK, block
-    # A re-blocked K or V: finer rows, the same columns.
-    if len(scale.shape) == 2 and scale.shape[1] == expected[1] and scale.shape[0] > expected[0]:
-        rows, rest = divmod(out_rows, scale.shape[0])
-        if not rest and block[0] % rows == 0:
-            return Scheme.BLOCK, (rows, block[1])
+    if fitting:
+        return Scheme.BLOCK, fitting[0]
+    needed = " or ".join(f"{list(shape)} in blocks of {b[0]}x{b[1]}" for b, shape in expected.items())
     raise BadInputError(
-        f"{scale.name} has shape {list(scale.shape)}; {weight.name} {list(weight.shape)} in blocks of "
-        f"{block[0]}x{block[1]} needs {list(expected)}",
+        f"{scale.name} has shape {list(scale.shape)}; {weight.name} {list(weight.shape)} needs {needed}",
+        hint="the scale is of another weight, or the configuration states another block size",
     )
 
 
 def config_block(quantization: Mapping[str, Any] | None) -> tuple[int, int]:
     """Block size that a config's ``quantization_config`` states; 128x128 where it says nothing."""
+    return stated_block(quantization) or DEFAULT_BLOCK
+
+
+def stated_block(quantization: Mapping[str, Any] | None) -> tuple[int, int] | None:
+    """Block size that a config's ``quantization_config`` states; None where it says nothing.
+
+    Raises:
+        BadInputError: It states something that is no block size.
+    """
     if not quantization:
-        return DEFAULT_BLOCK
+        return None
     stated: Any = quantization.get("weight_block_size")
     groups = quantization.get("config_groups")
     if stated is None and isinstance(groups, dict):
@@ -152,7 +187,7 @@ def config_block(quantization: Mapping[str, Any] | None) -> tuple[int, int]:
                 if isinstance(stated, str):
                     stated = [int(part) for part in stated.split("x") if part.isdigit()]
     if stated is None:
-        return DEFAULT_BLOCK
+        return None
     if (
         not isinstance(stated, list)
         or len(stated) != 2
@@ -168,7 +203,7 @@ def decode_scales(data: bytes, dtype: str) -> list[float]:
     """Scale values from their stored bytes.
 
     Raises:
-        CannotError: ``dtype`` is not one that scales are stored in.
+        CannotError: ``dtype`` is not in ``SCALE_DTYPES``.
     """
     if dtype == "F32":
         return list(struct.unpack(f"<{len(data) // 4}f", data))
@@ -177,7 +212,7 @@ def decode_scales(data: bytes, dtype: str) -> list[float]:
         return [struct.unpack("<f", struct.pack("<I", word << 16))[0] for word in words]
     if dtype == "F8_E8M0":
         return [float("nan") if code == 255 else 2.0 ** (code - 127) for code in data]
-    raise CannotError(f"scales stored as {dtype} cannot be applied", hint="known: F32, BF16, F8_E8M0")
+    raise CannotError(f"scales stored as {dtype} cannot be applied", hint=f"known: {', '.join(SCALE_DTYPES)}")
 
 
 def _e4m3(code: int) -> float:
@@ -194,20 +229,38 @@ def _e4m3(code: int) -> float:
 _E4M3 = tuple(_e4m3(code) for code in range(256))
 
 
-def _bf16_bits(value: float, negative: bool) -> int:
-    """Round a double to float32, then to bfloat16, both to nearest even: what a float32 kernel stores."""
-    if value != value:
-        return 0xFFC0 if negative else 0x7FC0
-    try:
-        (bits,) = struct.unpack("<I", struct.pack("<f", value))
-    except OverflowError:
-        return 0xFF80 if negative else 0x7F80
-    return int((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+#: Half-way between the largest float32 and the next power of two: from here on a float32 is infinite.
+_F32_OVERFLOW = 2.0**128 - 2.0**103
 
 
 def bf16_words(scale: float) -> list[int]:
-    """BF16 bit pattern of each of the 256 E4M3 codes times ``scale`` (product in float32, rounded to nearest)."""
-    return [_bf16_bits(_E4M3[code] * scale, bool(code & 0x80) ^ (scale < 0)) for code in range(256)]
+    """BF16 bit pattern of each of the 256 E4M3 codes times ``scale``.
+
+    The product is rounded to float32, then to bfloat16, both to nearest even: what a float32 kernel stores. The
+    double in between is exact, since a code has 4 significant bits and a scale has 24.
+    """
+    products = [value * scale for value in _E4M3]
+    if scale == scale and abs(scale) * 448 >= _F32_OVERFLOW:
+        products = [
+            math.copysign(math.inf, product) if abs(product) >= _F32_OVERFLOW else product
+            for product in products
+        ]
+    words = [
+        (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        for bits in struct.unpack("<256I", struct.pack("<256f", *products))
+    ]
+    for code, product in enumerate(products):
+        if product != product:  # rounding could carry a NaN's payload away
+            words[code] = 0xFFC0 if code & 0x80 else 0x7FC0
+    return words
+
+
+def _ambiguous_codes(words: Sequence[int]) -> bytes:
+    """The codes whose BF16 word a smaller code has too: what the word cannot be turned back into."""
+    if len(set(words)) == len(words):
+        return b""
+    first = {word: code for code, word in reversed(list(enumerate(words)))}
+    return bytes(code for code, word in enumerate(words) if first[word] != code)
 
 
 def dequantise_rows(data: memoryview, columns: int, scales: Sequence[float], block_columns: int) -> bytearray:
@@ -221,14 +274,25 @@ def dequantise_rows(data: memoryview, columns: int, scales: Sequence[float], blo
 
     Returns:
         ``2 * len(data)`` bytes.
+
+    Raises:
+        CannotError: Two codes become one value (the scale is zero, NaN, or at the end of the range of float32),
+            so :func:`requantise_rows` could not tell them apart.
     """
     out = bytearray(2 * len(data))
     for block, scale in enumerate(scales):
         words = bf16_words(scale)
+        ambiguous = _ambiguous_codes(words)
         low, high = bytes(word & 255 for word in words), bytes(word >> 8 for word in words)
         start, stop = block * block_columns, min((block + 1) * block_columns, columns)
         for row in range(0, len(data), columns):
             codes = bytes(data[row + start : row + stop])
+            if ambiguous and len(codes.translate(None, ambiguous)) != len(codes):
+                raise CannotError(
+                    f"the FP8 scale {scale!r} turns different weights into one BF16 value, so --dequantize could "
+                    "not be undone",
+                    hint="split without --dequantize; a scale like this usually means a damaged checkpoint",
+                )
             out[2 * (row + start) : 2 * (row + stop) : 2] = codes.translate(low)
             out[2 * (row + start) + 1 : 2 * (row + stop) : 2] = codes.translate(high)
     return out

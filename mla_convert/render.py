@@ -87,7 +87,7 @@ def show_conversion(console: RichConsole, result: Conversion) -> None:
         ways = [f"{format_bytes(n)} {_WAYS[way]}" for way, n in sorted(report.bytes_by_way.items()) if n]
         pairs.append(("moved", ", ".join(ways) or "nothing"))
         if report.resumed_files:
-            pairs.append(("resumed", f"{_count(report.resumed_files, 'file')} were finished already"))
+            pairs.append(("resumed", f"{_count(report.resumed_files, 'file')} finished by an earlier run"))
         pairs.append(("time", format_duration(report.seconds) if report.seconds >= 1 else "under a second"))
     pairs.append(("plan", plan.digest()))
     console.print(facts(pairs, title=f"{done} {plan.catalogue.root}"))
@@ -205,7 +205,7 @@ def _sparse(facts_on_dsa: Mapping[str, Any] | None) -> str:
     sharing = facts_on_dsa["layers_sharing_one"]
     text = (
         f"DSA, top-k {facts_on_dsa['topk']}, {facts_on_dsa['index_heads']} index heads x "
-        f"{facts_on_dsa['index_dim']}, on {facts_on_dsa['layers_with_indexer']} layers"
+        f"{facts_on_dsa['index_dim']}, on {_count(facts_on_dsa['layers_with_indexer'], 'layer')}"
     )
     return text + (f" ({sharing} share one)" if sharing else "")
 

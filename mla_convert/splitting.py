@@ -25,7 +25,7 @@ from mla_convert.formats.huggingface_edit import mark_layout, rename_skipped, se
 from mla_convert.geometry import AttentionBlock, Layout, find_blocks
 from mla_convert.names import Part
 from mla_convert.plan import Dequantise, GeneratedFile, Piece, Plan, TargetTensor, whole
-from mla_convert.quant import Quantisation, Scheme
+from mla_convert.quant import SCALE_DTYPES, Quantisation, Scheme
 from mla_convert.split_kv import scale_block_rows
 from mla_convert.strict_json import dump_json
 from mla_convert.tensors import TensorSpec
@@ -125,6 +125,10 @@ def _dequantised(
     if weight.dtype != "F8_E4M3" or scale_field is None:
         raise CannotError(f"--dequantize reads F8_E4M3; {weight.name} is {weight.dtype}")
     scale = specs[scale_field]
+    if scale.dtype not in SCALE_DTYPES:
+        raise CannotError(
+            f"--dequantize reads scales stored as {', '.join(SCALE_DTYPES)}; {scale.name} is {scale.dtype}"
+        )
     per_scale, columns = scale_extent(quantisation, weight)
     targets = []
     for part, moves in weight_moves(block).items():

@@ -2,98 +2,164 @@
 
 For a target ``out`` the staging folder is ``.out.mla-convert-partial`` and holds ``files/`` and ``journal``. The
 journal's first line names the plan; each further line is one finished file. ``files/`` gets the name ``out`` in a
-single rename at the very end, so an output that is not complete never has its final name.
+single rename at the very end, so an output that is not complete never has its final name. Whatever is in ``files/``
+and not in the journal was cut short, and is removed before work goes on.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from mla_convert import __version__, storage
 from mla_convert.errors import BadInputError, CannotError, UsageError
 from mla_convert.formats.huggingface import MANIFEST_NAME
-from mla_convert.manifest import read_manifest
+from mla_convert.manifest import Manifest, read_manifest
 from mla_convert.plan import Plan
 
 JournalEntry = Mapping[str, Any]
+
+_CHECK_DIGITS = 16
 
 
 def check_target(source: Path, target: Path, *, overwrite: bool) -> None:
     """Refuse an output path that cannot work, before any input is read.
 
     Raises:
-        UsageError: The output is the input, inside it or around it; or it exists and may not be replaced.
+        UsageError: The output is the input, inside it or around it; or it holds what may not be replaced.
         LocalIOError: It cannot be written to.
     """
-    if os.path.lexists(source):
-        relation = storage.same_or_nested(target, source)
-        if relation and not (relation == "inside" and source.is_file()):
-            where = {"same": "is", "inside": "lies inside", "around": "contains"}[relation]
-            raise UsageError(
-                f"the output {target} {where} the input {source}", hint="choose another output with -o"
-            )
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise UsageError(f"the output {target} exists and is not a folder", hint="choose another with -o")
-    if target.is_dir() and any(target.iterdir()) and overwrite and not (target / MANIFEST_NAME).is_file():
+    relation = storage.same_or_nested(target, source)
+    if relation and not (relation == "inside" and source.is_file()):
+        where = {"same": "is", "inside": "lies inside", "around": "contains"}[relation]
         raise UsageError(
-            f"{target} holds files that this tool did not make (there is no {MANIFEST_NAME}); "
-            "--overwrite will not delete them",
-            hint="choose another output with -o, or empty the folder yourself",
+            f"the output {target} {where} the input {source}", hint="choose another output with -o"
         )
+    with storage.os_errors(target, "examine"):
+        if target.is_symlink():
+            raise UsageError(
+                f"the output {target} is a symbolic link", hint="give -o the path that it leads to"
+            )
+        if target.exists() and not target.is_dir():
+            raise UsageError(f"the output {target} exists and is not a folder", hint="choose another with -o")
+        if os.path.ismount(target):
+            raise UsageError(
+                f"the output {target} is a mount point, and no folder can take its place",
+                hint=f"choose a folder inside it, such as -o {target / (source.name or 'model')}",
+            )
+        is_ours = (target / MANIFEST_NAME).is_file()
+    if not is_ours:
+        check_replaceable(target, overwrite=overwrite)
     storage.ensure_writable(target.parent)
+
+
+def check_replaceable(target: Path, *, overwrite: bool) -> None:
+    """Refuse a target folder unless it is absent, empty, or a replaceable output of this tool.
+
+    Raises:
+        UsageError: What it holds may not be replaced; the message says by which option it could be, if any.
+    """
+    with storage.os_errors(target, "examine"):
+        if not target.is_dir() or not any(target.iterdir()):
+            return
+    manifest = _manifest_of(target)
+    if manifest is None:
+        raise UsageError(
+            f"{target} is not empty, and this tool did not make what is in it (no sound {MANIFEST_NAME}), "
+            "so nothing will be overwritten",
+            hint="choose another output with -o, or remove the folder yourself",
+        )
+    if not overwrite:
+        raise UsageError(
+            f"{target} exists: it is the output of another `{manifest.operation}`, or was changed since",
+            hint="choose another output with -o, replace it with --overwrite, or remove it",
+        )
+    known = {MANIFEST_NAME, *manifest.files}
+    with storage.os_errors(target, "examine"):
+        strangers = sorted(name for name in _file_names(target) if name not in known)
+    if strangers:
+        raise UsageError(
+            f"{target} also holds files that this tool did not make ({len(strangers)}); --overwrite would "
+            "delete them",
+            hint="move them out first, or choose another output with -o",
+            details=strangers,
+        )
 
 
 def finished_already(target: Path, digest: str) -> bool:
     """True if ``target`` is the complete output of the plan with this digest."""
-    try:
-        manifest = read_manifest(target) if target.is_dir() else None
-    except BadInputError:
-        return False
+    manifest = _manifest_of(target)
     if manifest is None or manifest.plan != digest:
         return False
-    sizes = {name: entry["size"] for name, entry in manifest.files.items()}
-    return all(
-        (target / name).is_file() and (target / name).stat().st_size == size for name, size in sizes.items()
-    )
+    try:
+        return all((target / name).stat().st_size == entry["size"] for name, entry in manifest.files.items())
+    except (OSError, ValueError):
+        return False
+
+
+def _manifest_of(folder: Path) -> Manifest | None:
+    try:
+        return read_manifest(folder)
+    except BadInputError:
+        return None
+
+
+def _file_names(folder: Path) -> Iterable[str]:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            yield Path(parent, name).relative_to(folder).as_posix()
 
 
 class Staging:
     """The staging folder of one run: ``with Staging(...) as staging``. Only one process may hold it.
 
+    It stays for the next run only if that can use it: one finished file, and no call of ``abandon``.
+
     Attributes:
+        digest: The plan's digest.
+        already_done: True, once entered, if the target is this plan's complete output; nothing is staged then.
         files: Folder that becomes the output.
         done: Journal entries of files finished by an earlier run and still as it left them.
     """
 
-    def __init__(self, target: Path, plan: Plan, *, restart: bool) -> None:
+    def __init__(self, target: Path, plan: Plan, *, restart: bool, overwrite: bool) -> None:
         self.target = target
         self.root = target.parent / f".{target.name}.mla-convert-partial"
         self.files = self.root / "files"
+        self.digest = plan.digest()
+        self.already_done = False
         self.done: dict[str, JournalEntry] = {}
         self._plan = plan
-        self._restart = restart
+        self._restart, self._overwrite = restart, overwrite
         self._lock = storage.Lock(target.parent / f".{target.name}.mla-convert-lock", subject=target)
         self._journal = -1
         self._writing = threading.Lock()
+        self._is_worth_keeping = False
 
     def __enter__(self) -> Self:
         """Lock the target and open the journal.
 
         Raises:
             CannotError: An unfinished run of another plan lies there.
+            UsageError: The target holds what may not be replaced.
             LocalIOError: Another process is writing this output.
         """
         with storage.os_errors(self.target.parent, "make"):
             self.target.parent.mkdir(parents=True, exist_ok=True)
         self._lock.__enter__()
         try:
-            self._open()
+            self.already_done = finished_already(self.target, self.digest)
+            if self.already_done:
+                self._clear_leftovers()
+            else:
+                check_replaceable(self.target, overwrite=self._overwrite)
+                self._open()
         except BaseException:
             self._lock.__exit__()
             raise
@@ -102,6 +168,8 @@ class Staging:
     def __exit__(self, *_: object) -> None:
         if self._journal >= 0:
             os.close(self._journal)
+            if not self._is_worth_keeping:
+                shutil.rmtree(self.root, ignore_errors=True)
         self._lock.__exit__()
 
     @property
@@ -109,112 +177,154 @@ class Staging:
         """False on a network filesystem without locks."""
         return self._lock.supported
 
+    def abandon(self) -> None:
+        """What is finished is of no use to a later run: let it go at the end."""
+        self._is_worth_keeping = False
+
+    # Opening
+
     def _open(self) -> None:
-        head = self._head()
         path = self.root / "journal"
         with storage.os_errors(self.root, "make"):
-            if self.root.exists():
-                lines = _read_lines(path)
-                if self._restart or not lines or not self._is_ours(lines[0], head):
+            lines, end = _read_lines(path)
+            if lines and not self._restart and not self._is_leftover(lines[0]):
+                self._require_same_plan(lines[0])
+                self.done = self._usable(lines[1:])
+            else:
+                end = 0
+                if self.root.exists():
                     shutil.rmtree(self.root)
-                else:
-                    self.done = {entry["file"]: entry for entry in lines[1:] if self._still_there(entry)}
             self.files.mkdir(parents=True, exist_ok=True)
             self._sweep()
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            self._journal = os.open(path, flags, 0o666)
-            if os.fstat(self._journal).st_size == 0:
-                self._append(head)
-                storage.fsync_directory(self.root)
+            self._journal = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            os.ftruncate(self._journal, end)  # nothing that follows a torn line could be read
+        self._is_worth_keeping = bool(self.done)
+        if not end:
+            self._append(self._head())
+            storage.fsync_directory(self.root)
 
     def _head(self) -> dict[str, Any]:
         return {
-            "plan": self._plan.digest(),
+            "plan": self.digest,
             "operation": self._plan.operation,
             "options": dict(self._plan.options),
             "version": __version__,
             "source": self._plan.source_identity(),
         }
 
-    def _is_ours(self, found: Mapping[str, Any], head: Mapping[str, Any]) -> bool:
+    def _is_leftover(self, head: Mapping[str, Any]) -> bool:
+        """Was this folder's run killed after it had published its output?"""
+        return finished_already(self.target, str(head.get("plan")))
+
+    def _clear_leftovers(self) -> None:
+        """The target is complete: remove what its run had no time to. Another plan's unfinished run stays."""
+        lines, _ = _read_lines(self.root / "journal")
+        if not lines or lines[0].get("plan") == self.digest:
+            shutil.rmtree(self.root, ignore_errors=True)
+
+    def _require_same_plan(self, found: Mapping[str, Any]) -> None:
+        head = self._head()
         if found.get("plan") == head["plan"] and found.get("version") == head["version"]:
-            return True
+            return
         differs = [
-            key for key in ("operation", "options", "version", "source") if found.get(key) != head[key]
-        ]
-        shown = [
             f"{key}: was {_brief(found.get(key))}, now {_brief(head[key])}"
-            for key in differs
-            if key != "source"
+            for key in ("operation", "options", "version")
+            if found.get(key) != head[key]
         ]
-        if "source" in differs:
-            shown.append("source: its files changed since")
+        then, now = found.get("source"), head["source"]
+        if then != now:
+            then = then if isinstance(then, dict) else {}
+            changed = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
+            differs.append(f"source: {', '.join(changed[:3])}{' and others' * (len(changed) > 3)} changed")
         raise CannotError(
-            f"an unfinished run of another plan lies in {self.root} ({'; '.join(shown) or 'the plan differs'})",
+            f"an unfinished run of another plan lies in {self.root} ({'; '.join(differs) or 'the plan differs'})",
             hint="--restart discards it; the command it came from would finish it",
         )
 
-    def _still_there(self, entry: Mapping[str, Any]) -> bool:
-        try:
-            status = (self.files / entry["file"]).stat()
-            return bool(status.st_size == entry["size"] and status.st_mtime_ns == entry["mtime_ns"])
-        except (OSError, KeyError, TypeError, ValueError):
-            return False
+    def _usable(self, entries: Iterable[JournalEntry]) -> dict[str, JournalEntry]:
+        """The entries of planned files that are still as the journal says."""
+        sizes = {file.name: file.size for file in self._plan.rewritten}
+        sizes |= {file.name: file.size for file in self._plan.carried}
+        usable = {}
+        for entry in entries:
+            name = entry.get("file")
+            try:
+                status = (self.files / str(name)).stat()
+            except (OSError, ValueError):
+                continue
+            if (status.st_size, status.st_mtime_ns) == (sizes.get(str(name)), entry.get("mtime_ns")):
+                usable[str(name)] = entry
+        return usable
 
     def _sweep(self) -> None:
         """Remove what a killed run left half written: everything that is not in the journal."""
-        for folder, _, names in os.walk(self.files):
-            for name in names:
-                path = Path(folder, name)
-                if path.relative_to(self.files).as_posix() not in self.done:
-                    path.unlink()
+        for name in list(_file_names(self.files)):
+            if name not in self.done:
+                (self.files / name).unlink()
 
-    def record(self, name: str, **facts: Any) -> None:
+    # Working
+
+    def record(self, name: str, *, way: str, sha256: str | None) -> None:
         """Journal one finished file, which must be complete and flushed under its final name in ``files``."""
-        status = (self.files / name).stat()
-        self._append({"file": name, "size": status.st_size, "mtime_ns": status.st_mtime_ns, **facts})
+        modified = (self.files / name).stat().st_mtime_ns
+        self._append({"file": name, "mtime_ns": modified, "way": way, "sha256": sha256})
+        self._is_worth_keeping = True
 
     def _append(self, entry: Mapping[str, Any]) -> None:
-        line = json.dumps(entry, separators=(",", ":")) + "\n"
+        line = _line(entry)
         with self._writing, storage.os_errors(self.root / "journal", "write"):
-            os.write(self._journal, line.encode("ascii"))
+            while line:
+                line = line[os.write(self._journal, line) :]
             storage.fsync_fd(self._journal)
 
-    def publish(self, *, overwrite: bool) -> None:
-        """Flush every folder and give ``files`` its final name."""
+    def publish(self) -> list[Path]:
+        """Flush every folder, give ``files`` its final name, and clean up.
+
+        Returns:
+            What could not be cleaned up; the output is complete all the same.
+        """
         for folder, _, _ in os.walk(self.files, topdown=False):
             storage.fsync_directory(Path(folder))
-        if self.target.is_dir() and not any(self.target.iterdir()):
-            with storage.os_errors(self.target, "replace"):
+        check_replaceable(self.target, overwrite=self._overwrite)
+        with storage.os_errors(self.target, "replace"):
+            if self.target.is_dir() and not any(self.target.iterdir()):
                 self.target.rmdir()
-        old = storage.publish_directory(self.files, self.target, replace=overwrite)
-        with storage.os_errors(self.root, "remove"):
-            if old is not None:
-                shutil.rmtree(old)
-            shutil.rmtree(self.root)
-
-    def discard(self) -> None:
-        """Remove the staging folder."""
-        with storage.os_errors(self.root, "remove"):
-            shutil.rmtree(self.root, ignore_errors=True)
+        old = storage.publish_directory(self.files, self.target, replace=self._overwrite)
+        return [path for path in (old, self.root) if path is not None and not _removed(path)]
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
-    """The journal's entries up to the first damaged line; a kill may have cut the last one."""
+def _removed(folder: Path) -> bool:
+    shutil.rmtree(folder, ignore_errors=True)
+    return not os.path.lexists(folder)
+
+
+# The journal: each line is a checksum and a JSON object, so that a torn or edited line is known for one.
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    text = json.dumps(entry, separators=(",", ":")).encode("ascii")
+    return _check(text) + b" " + text + b"\n"
+
+
+def _check(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest()[:_CHECK_DIGITS].encode("ascii")
+
+
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The journal's entries up to the first damaged line, and where that begins; a kill may have cut the last."""
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
-        return []
+    except (FileNotFoundError, NotADirectoryError):
+        return [], 0
     entries: list[dict[str, Any]] = []
+    end = 0
     for line in data.split(b"\n")[:-1]:
-        try:
-            entry = json.loads(line)
-        except ValueError:
+        check, _, text = line.partition(b" ")
+        if check != _check(text):
             break
-        if not isinstance(entry, dict):
-            break
-        entries.append(entry)
-    return entries
+        entries.append(json.loads(text))
+        end += len(line) + 1
+    return entries, end
 
 
 def _brief(value: Any) -> str:

@@ -340,7 +340,9 @@ def test_explicit_tilelang_without_a_gpu_is_an_error(demo: tuple[Path, Path]) ->
 
 
 def test_heads_must_divide(demo: tuple[Path, Path]) -> None:
-    with pytest.raises(CannotError, match=r"8 heads of model\.layers\.0\.self_attn do not divide by 3") as caught:
+    with pytest.raises(
+        CannotError, match=r"8 heads of model\.layers\.0\.self_attn do not divide by 3"
+    ) as caught:
         verify(demo[1], None, VerifyOptions(tp=3))
     assert caught.value.hint == "sizes that fit: 1, 2, 4, 8"
 

@@ -27,13 +27,15 @@ FACTOR = 4.0
 #: Error that is never held against a path, by compute dtype: a few units of rounding.
 FLOORS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-3, torch.float16: 3e-4}
 MIN_COSINE = 0.9999
-#: Selections may differ where scores differ by less than this share of the spread of a query's scores.
-SELECTION_TOLERANCE = {
+#: Differences in a selection that are never held against it: in scores, as a share of the scores' spread, and in
+#: number, as a share of all selected keys.
+SELECTION_FLOORS = {
     torch.float64: 1e-9,
     torch.float32: 1e-4,
     torch.bfloat16: 3e-2,
     torch.float16: 1e-2,
 }
+SELECTION_COUNT_FLOOR = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,9 @@ def _prepare(
     if original.spec.indexer is not None:
         scores = _index_scores(original, x_SD, positions_S, rows_S, reference.indexer_logits)
         indices = reference.select_topk(scores, original.spec.indexer.topk)
-        selection = _compare_selection(converted, scores, indices, x_SD, positions_S, rows_S, settings)
+        selection = _compare_selection(
+            original, converted, scores, indices, x_SD, positions_S, rows_S, settings
+        )
     return _Case(x_SD, positions_S, rows_S, indices), selection
 
 
@@ -287,6 +291,7 @@ def _index_scores(
 
 
 def _compare_selection(
+    original: LoadedBlock,
     converted: LoadedBlock,
     scores: Tensor,
     expected: Tensor,
@@ -295,28 +300,38 @@ def _compare_selection(
     rows_S: Tensor,
     settings: NumbersSettings,
 ) -> Selection:
-    """The converted block's selection, by the backend in the compute dtype, against the float64 one."""
-    indexer = converted.spec.indexer
-    if indexer is None:
+    """The converted block's selection, by the backend in the compute dtype, against the float64 one.
+
+    The limit is what the original's own selection in that dtype misses, times a factor: rounding moves keys that
+    lie near the threshold, and only those.
+    """
+    if converted.spec.indexer is None or original.spec.indexer is None:
         raise CannotError(
             f"{converted.block.prefix}: the original has an indexer here, this checkpoint has none"
         )
-    own = converted.to(settings.dtype)
-    chosen = reference.select_topk(
-        _index_scores(own, x_SD.to(settings.dtype), positions_S, rows_S, settings.backend.indexer_logits),
-        indexer.topk,
-    )
+
+    def select(loaded: LoadedBlock, logits: Callable[..., Tensor], topk: int) -> Tensor:
+        own = loaded.to(settings.dtype)
+        return reference.select_topk(
+            _index_scores(own, x_SD.to(settings.dtype), positions_S, rows_S, logits), topk
+        )
+
     finite = scores.masked_fill(scores.isneginf(), torch.nan)
-    deviation = (finite - finite.nanmean(-1, keepdim=True)).square().nanmean().sqrt()
-    tolerance = SELECTION_TOLERANCE[settings.dtype] * float(deviation)
+    spread = (finite - finite.nanmean(-1, keepdim=True)).square().nanmean().sqrt()
+    floor = SELECTION_FLOORS[settings.dtype] * float(spread)
+    by_reference = select(original, reference.indexer_logits, original.spec.indexer.topk)
+    own = reference.selection_agreement(scores, by_reference, expected, floor)
+    chosen = select(converted, settings.backend.indexer_logits, converted.spec.indexer.topk)
+    tolerance = max(floor, FACTOR * own.worst_gap)
     found = reference.selection_agreement(scores, chosen, expected, tolerance)
     return Selection(
         queries=found.queries,
         expected=found.expected,
         missed=found.missed,
         wrong_queries=found.wrong_queries,
-        worst_gap=found.worst_gap,
-        tolerance=tolerance,
+        worst_gap=found.worst_gap / float(spread),
+        tolerance=tolerance / float(spread),
+        missed_limit=int(FACTOR * own.missed + SELECTION_COUNT_FLOOR * found.expected),
     )
 
 

@@ -53,7 +53,11 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """How a top-k selection compares with the float64 one of the original."""
+    """How a top-k selection compares with the float64 one of the original.
+
+    ``missed`` of the ``expected`` keys are not selected. ``worst_gap`` is the largest spread, in one query, of the
+    scores of keys that only one side selects, as a share of the spread of all scores; so is ``tolerance``.
+    """
 
     queries: int
     expected: int
@@ -61,11 +65,12 @@ class Selection:
     wrong_queries: int
     worst_gap: float
     tolerance: float
+    missed_limit: int
 
     @property
     def passed(self) -> bool:
-        """True if every difference is a tie within the tolerance."""
-        return self.wrong_queries == 0
+        """True if every difference is a tie within the tolerance, and there are not too many."""
+        return self.wrong_queries == 0 and self.missed <= self.missed_limit
 
     def document(self) -> dict[str, Any]:
         """As plain data."""
@@ -73,6 +78,7 @@ class Selection:
             "queries": self.queries,
             "selected": self.expected,
             "differing": self.missed,
+            "differing_limit": self.missed_limit,
             "wrong_queries": self.wrong_queries,
             "worst_gap": self.worst_gap,
             "tolerance": self.tolerance,
@@ -98,6 +104,22 @@ class LayerResult:
     selection: Selection | None
     seconds: float
     unmodelled: tuple[str, ...]
+
+    def failure(self) -> str:
+        """What is wrong, in one line."""
+        where = self.prefix.rstrip(".")
+        if self.selection is not None and not self.selection.passed:
+            chosen = self.selection
+            return (
+                f"{where}: the indexer selects other keys: {chosen.missed} of {chosen.expected} (limit "
+                f"{chosen.missed_limit}), {chosen.wrong_queries} of {chosen.queries} queries by more than a tie"
+            )
+        absorbed, limit = self.absorbed, self.limit
+        return (
+            f"{where}: absorbed error {absorbed.relative:.2e} (limit {limit.relative:.2e}), worst head "
+            f"{absorbed.worst_head} {absorbed.head:.2e} ({limit.head:.2e}), worst token {absorbed.worst_row} "
+            f"{absorbed.row:.2e} ({limit.row:.2e}), cosine {self.cosine:.6f}"
+        )
 
     def document(self) -> dict[str, Any]:
         """As plain data."""
@@ -144,12 +166,7 @@ class VerifyReport:
     def failures(self) -> list[str]:
         """One line for each thing that failed."""
         failed = [f"{check.name}: {check.summary}" for check in self.checks if check.passed is False]
-        return failed + [
-            f"{layer.prefix.rstrip('.')}: absorbed error {layer.absorbed.relative:.2e} "
-            f"(limit {layer.limit.relative:.2e}), cosine {layer.cosine:.6f}"
-            for layer in self.layers
-            if not layer.passed
-        ]
+        return failed + [layer.failure() for layer in self.layers if not layer.passed]
 
     def document(self) -> dict[str, Any]:
         """What ``--json`` prints."""

@@ -14,7 +14,7 @@ from mla_convert.errors import CannotError, UsageError
 from mla_convert.geometry import AttentionBlock, layer_config
 from mla_convert.inspection import group_blocks
 from mla_convert.runtime.dispatch import resolve_backend
-from mla_convert.verification.numbers import FACTOR, FLOORS, MIN_COSINE, SELECTION_TOLERANCE, NumbersSettings
+from mla_convert.verification.numbers import FACTOR, FLOORS, MIN_COSINE, SELECTION_FLOORS, NumbersSettings
 
 #: A block of the checkpoint under test and the original's block of the same prefix.
 Pair = tuple[AttentionBlock, AttentionBlock]
@@ -115,6 +115,11 @@ def make_settings(
     devices = _devices(options)
     gpu = devices[0].type == "cuda"
     dtype = _DTYPES.get(options.dtype, torch.bfloat16 if gpu else torch.float32)
+    if options.backend == "tilelang" and dtype.itemsize != 2 and gpu:
+        raise CannotError(
+            f"--backend tilelang cannot run in {options.dtype}",
+            hint="the kernels compute in bfloat16 or float16; --backend auto runs other types in PyTorch",
+        )
     tokens = options.tokens or _default_tokens(largest_topk(catalogue, blocks), gpu=gpu)
     return NumbersSettings(
         tokens=tokens,
@@ -156,7 +161,7 @@ def describe_settings(
             "cosine": MIN_COSINE,
             "factor": FACTOR,
             "floor": FLOORS[settings.dtype],
-            "selection": SELECTION_TOLERANCE[settings.dtype],
+            "selection": SELECTION_FLOORS[settings.dtype],
         },
     }
 

@@ -1,8 +1,10 @@
 """What the kernel modules share: the compile target and cache, and how arguments are made ready for a launch."""
 
+import logging
 import re
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import tilelang
@@ -32,7 +34,8 @@ def compiled(key: Hashable, build: Callable[[], Any]) -> Any:
     with _lock:
         if key not in _cache:
             configs = {tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True}
-            kernel = tilelang.compile(build(), target=TARGET, pass_configs=configs)
+            with _quiet_log():
+                kernel = tilelang.compile(build(), target=TARGET, pass_configs=configs)
             if found := divergent_barriers(kernel.get_kernel_source()):
                 raise CannotError(
                     f"TileLang {tilelang.__version__} placed a barrier where not all threads reach it: {found[0]}",
@@ -40,6 +43,18 @@ def compiled(key: Hashable, build: Callable[[], Any]) -> Any:
                 )
             _cache[key] = kernel
         return _cache[key]
+
+
+@contextmanager
+def _quiet_log() -> Iterator[None]:
+    """TileLang logs to stdout, which belongs to the result of whatever command is running."""
+    log = logging.getLogger("tilelang")
+    level = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 _BARRIER = re.compile(r"__syncthreads\(|__sync_thread_partial\(|AllReduce<[\w:]+, (\d+),")

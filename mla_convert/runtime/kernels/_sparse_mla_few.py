@@ -10,14 +10,6 @@ from mla_convert.runtime.kernels._common import LN2, LOG2E
 from mla_convert.runtime.kernels._sparse_mla import BLOCK, LOWEST, gather, load_queries
 
 
-def _softmax_layout(columns: int) -> Any:
-    """Thread and register of element [row, key]: rows over all 128 threads, a row's keys inside one warp."""
-    rows = min(columns, 16)  # rows at a time
-    threads = 128 // rows  # of a row
-    keys = BLOCK // threads  # of a thread
-    return lambda row, key: (row % rows * threads + key // keys, row // rows * keys + key % keys)
-
-
 def few_heads(columns: int, rank: int, rope: int, dtype: str) -> Any:
     """Keys on the M side, ``columns`` (8, 16 or 32) heads on the N side: one thread block a query.
 
@@ -27,14 +19,27 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str) -> Any:
     queries, tokens, heads, entries = T.dynamic("queries, tokens, heads, entries")
     stride = BLOCK + 4  # keeps the turn round free of bank conflicts and its rows on 16 bytes
 
+    # The softmax is written thread by thread. As fragments, TileLang chose a layout for the second consumer that
+    # put a barrier inside one warp's branch (a hang), and it has no way to fix a layout for those threads.
+    rows = min(columns, 16)  # rows of S at a time
+    lanes = 128 // rows  # threads of a row, all in one warp
+    keys = BLOCK // lanes  # keys of a thread
+    passes = columns // rows
+
     @T.macro
     def consume(
-        g, length, scale, q_rank, q_rope, kv_rank, kv_rope, turn, p_sh, factor_sh, valid, q_full, full, free,
-        score, p, out, highest, before, factor, total, part,
+        g, t, length, scale, q_rank, q_rope, kv_rank, kv_rope, turn, p_sh, factor_sh, valid, q_full, full, free,
+        score, out, highest, total,
     ):  # fmt: skip
+        p = T.alloc_local([keys], "float32")
+        p_rounded = T.alloc_local([keys], dtype)
+        top = T.alloc_var("float32")
+        part = T.alloc_var("float32")
+        factor = T.alloc_var("float32")
         T.fill(out, 0)
-        T.fill(total, 0)
-        T.fill(highest, LOWEST)
+        for r in T.unroll(passes):
+            highest[r] = LOWEST
+            total[r] = 0.0
         T.barrier_wait(q_full, 0)
         for i in T.serial(T.ceildiv(T.ceildiv(length, BLOCK) - g, 2)):
             T.barrier_wait(full[g], i & 1)
@@ -45,19 +50,32 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str) -> Any:
             T.wait_wgmma(0)
             for j, n in T.Parallel(BLOCK, columns):
                 turn[g, n, j] = score[j, n]
-            for n, j in T.Parallel(columns, BLOCK):
-                p[n, j] = T.if_then_else(valid[g, j] != 0, turn[g, n, j], -T.infinity("float32"))
-            T.copy(highest, before)
-            T.reduce_max(p, highest, dim=1, clear=False)
-            for n in T.Parallel(columns):
-                factor[n] = T.exp2((before[n] - highest[n]) * scale)
-            for n, j in T.Parallel(columns, BLOCK):
-                p[n, j] = T.exp2(p[n, j] * scale - highest[n] * scale)
-            T.reduce_sum(p, part, dim=1)
-            for n in T.Parallel(columns):
-                total[n] = total[n] * factor[n] + part[n]
-            T.copy(p, p_sh[g, :, :])
-            T.copy(factor, factor_sh[g, :])
+            T.sync_threads(8 + g, 128)
+            for r in T.unroll(passes):
+                n = r * rows + t // lanes
+                j = t % lanes * keys
+                for k in T.unroll(keys):
+                    p[k] = T.if_then_else(valid[g, j + k] != 0, turn[g, n, j + k], -T.infinity("float32"))
+                top = highest[r]
+                for k in T.unroll(keys):
+                    top = T.max(top, p[k])
+                for b in T.unroll(lanes.bit_length() - 1):
+                    top = T.max(top, T.shfl_xor(top, 1 << b))
+                factor = T.exp2((highest[r] - top) * scale)
+                highest[r] = top
+                part = 0.0
+                for k in T.unroll(keys):
+                    p[k] = T.exp2(p[k] * scale - top * scale)
+                    part = part + p[k]
+                for b in T.unroll(lanes.bit_length() - 1):
+                    part = part + T.shfl_xor(part, 1 << b)
+                total[r] = total[r] * factor + part
+                for k in T.vectorized(keys):
+                    p_rounded[k] = p[k]
+                for k in T.vectorized(keys):
+                    p_sh[g, n, j + k] = p_rounded[k]
+                if t % lanes == 0:
+                    factor_sh[g, n] = factor
             T.fence_proxy_async()
             T.sync_threads(8 + g, 128)  # every thread's fence comes before any thread's matrix product
             for d, n in T.Parallel(rank, columns):
@@ -91,27 +109,14 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str) -> Any:
             # Two of each, one a consumer: TileLang lays a fragment out for the threads that use it.
             score0 = T.alloc_fragment([BLOCK, columns], "float32")
             score1 = T.alloc_fragment([BLOCK, columns], "float32")
-            p0 = T.alloc_fragment([columns, BLOCK], "float32")
-            p1 = T.alloc_fragment([columns, BLOCK], "float32")
             out0 = T.alloc_fragment([rank, columns], "float32")
             out1 = T.alloc_fragment([rank, columns], "float32")
-            highest0 = T.alloc_fragment([columns], "float32")
-            highest1 = T.alloc_fragment([columns], "float32")
-            before0 = T.alloc_fragment([columns], "float32")
-            before1 = T.alloc_fragment([columns], "float32")
-            factor0 = T.alloc_fragment([columns], "float32")
-            factor1 = T.alloc_fragment([columns], "float32")
-            total0 = T.alloc_fragment([columns], "float32")
-            total1 = T.alloc_fragment([columns], "float32")
-            part0 = T.alloc_fragment([columns], "float32")
-            part1 = T.alloc_fragment([columns], "float32")
-            # Left to itself TileLang may give a row to one warp and put a barrier in that warp's branch: a hang.
-            T.annotate_layout(
-                {
-                    p0: T.Fragment([columns, BLOCK], forward_fn=_softmax_layout(columns)),
-                    p1: T.Fragment([columns, BLOCK], forward_fn=_softmax_layout(columns)),
-                }
-            )
+            highest = T.alloc_local([passes], "float32")
+            total = T.alloc_local([passes], "float32")
+            mine = T.alloc_local([passes], "float32")
+            other = T.alloc_local([passes], "float32")
+            top = T.alloc_var("float32")
+            denominator = T.alloc_var("float32")
             q_full = T.alloc_barrier([128])
             full = T.alloc_barrier([256, 256])
             free = T.alloc_barrier([128, 128])
@@ -124,35 +129,35 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str) -> Any:
             if thread < 128:
                 T.set_max_nreg(216, 1)
                 consume(
-                    0, length, scale, q_rank, q_rope, kv_rank, kv_rope, turn, p_sh, factor_sh, valid, q_full, full,
-                    free, score0, p0, out0, highest0, before0, factor0, total0, part0,
+                    0, thread, length, scale, q_rank, q_rope, kv_rank, kv_rope, turn, p_sh, factor_sh, valid,
+                    q_full, full, free, score0, out0, highest, total,
                 )  # fmt: skip
                 T.barrier_arrive(turn_free[0])
                 T.barrier_arrive(turn_free[1])
                 T.barrier_wait(other_full, 0)
-                for n in T.Parallel(columns):
-                    before0[n] = T.max(highest0[n], other_sh[0, n])
-                for n in T.Parallel(columns):
-                    factor0[n] = T.exp2((highest0[n] - before0[n]) * scale)
-                    part0[n] = T.exp2((other_sh[0, n] - before0[n]) * scale)
-                for n in T.Parallel(columns):
-                    total0[n] = total0[n] * factor0[n] + other_sh[1, n] * part0[n]
-                for n in T.Parallel(columns):
-                    highest0[n] = 0.0
-                    if (has_sink != 0) & (n < heads):
-                        highest0[n] = T.exp2(Sink[T.min(n, heads - 1)] * LOG2E - before0[n] * scale)
-                for n in T.Parallel(columns):
-                    highest0[n] = T.if_then_else(total0[n] == 0.0, 0.0, 1.0 / (total0[n] + highest0[n]))
-                    before0[n] = (T.log2(total0[n]) + before0[n] * scale) * LN2
-                for n in T.Parallel(columns):
+                for r in T.unroll(passes):
+                    n = r * rows + thread // lanes
+                    top = T.max(highest[r], other_sh[0, n])
+                    mine[r] = T.exp2((highest[r] - top) * scale)
+                    other[r] = T.exp2((other_sh[0, n] - top) * scale)
+                    total[r] = total[r] * mine[r] + other_sh[1, n] * other[r]
+                    denominator = total[r]
                     if n < heads:
-                        Lse[row, n] = T.if_then_else(total0[n] == 0.0, -T.infinity("float32"), before0[n])
-                for n in T.Parallel(columns):
-                    factor0[n] = factor0[n] * highest0[n]
-                    part0[n] = part0[n] * highest0[n]
+                        if has_sink != 0:
+                            denominator = denominator + T.exp2(Sink[n] * LOG2E - top * scale)
+                        if thread % lanes == 0:
+                            Lse[row, n] = T.if_then_else(
+                                total[r] == 0.0,
+                                -T.infinity("float32"),
+                                (T.log2(total[r]) + top * scale) * LN2,
+                            )
+                    mine[r] = T.if_then_else(total[r] == 0.0, 0.0, mine[r] / denominator)
+                    other[r] = T.if_then_else(total[r] == 0.0, 0.0, other[r] / denominator)
                 T.sync_threads(8, 128)
-                T.copy(factor0, factor_sh[0, :])
-                T.copy(part0, other_sh[0, :])
+                for r in T.unroll(passes):
+                    if thread % lanes == 0:
+                        factor_sh[0, r * rows + thread // lanes] = mine[r]
+                        other_sh[0, r * rows + thread // lanes] = other[r]
                 T.sync_threads(8, 128)
                 for k in T.unroll(rank // 64):
                     T.barrier_wait(turn_full[k % 2], (k // 2) & 1)
@@ -169,11 +174,13 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str) -> Any:
             elif thread < 256:
                 T.set_max_nreg(216, 1)
                 consume(
-                    1, length, scale, q_rank, q_rope, kv_rank, kv_rope, turn, p_sh, factor_sh, valid, q_full, full,
-                    free, score1, p1, out1, highest1, before1, factor1, total1, part1,
+                    1, thread - 128, length, scale, q_rank, q_rope, kv_rank, kv_rope, turn, p_sh, factor_sh, valid,
+                    q_full, full, free, score1, out1, highest, total,
                 )  # fmt: skip
-                T.copy(highest1, other_sh[0, :])
-                T.copy(total1, other_sh[1, :])
+                for r in T.unroll(passes):
+                    if (thread - 128) % lanes == 0:
+                        other_sh[0, r * rows + (thread - 128) // lanes] = highest[r]
+                        other_sh[1, r * rows + (thread - 128) // lanes] = total[r]
                 T.barrier_arrive(other_full)
                 for k in T.unroll(rank // 64):
                     T.barrier_wait(turn_free[k % 2], (k // 2) & 1)

@@ -1,0 +1,211 @@
+"""Choosing a backend: what is chosen, what is refused, and that every call is on record."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from mla_convert.errors import CannotError, ExitCode
+from mla_convert.runtime import dispatch, reference
+from mla_convert.runtime.dispatch import Backend, available, resolve_backend
+
+
+def sparse_arguments(dtype: torch.dtype = torch.float32) -> dict[str, object]:
+    torch.manual_seed(0)
+    return {
+        "q_SHE": torch.randn(3, 4, 40, dtype=dtype),
+        "kv_TE": torch.randn(9, 40, dtype=dtype),
+        "indices_SK": torch.randint(-1, 9, (3, 5)),
+        "scale": 0.2,
+        "d_v": 32,
+    }
+
+
+def indexer_arguments(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    q, k = torch.randn(3, 4, 16, dtype=dtype), torch.randn(9, 16, dtype=dtype)
+    return {"q_SIJ": q, "k_TJ": k, "weights_SI": torch.randn(3, 4)}
+
+
+@pytest.fixture
+def kernels_available(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Pretend that kernels run here: they answer with the reference, and the list shows that they were called."""
+    called: list[str] = []
+    sparse = pytest.importorskip("mla_convert.runtime.kernels.sparse_mla")
+    indexer = pytest.importorskip("mla_convert.runtime.kernels.indexer_logits")
+
+    def stand_in(name: str) -> object:
+        def run(*args: object, **options: object) -> object:
+            called.append(name)
+            return getattr(reference, name)(*args, **options)
+
+        return run
+
+    monkeypatch.setattr(dispatch, "available", lambda device: (True, "TileLang kernels on a test's GPU"))
+    monkeypatch.setattr(sparse, "sparse_mla", stand_in("sparse_mla"))
+    monkeypatch.setattr(indexer, "indexer_logits", stand_in("indexer_logits"))
+    return called
+
+
+def test_import_is_cheap() -> None:
+    code = (
+        "import sys, mla_convert.runtime.dispatch; print('torch' in sys.modules, 'tilelang' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"
+
+
+def test_a_cpu_is_no_cuda_device() -> None:
+    assert available("cpu") == (False, "cpu is not a CUDA device")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_cuda_without_a_device() -> None:
+    assert available("cuda") == (False, "no CUDA device")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)])
+def test_other_architectures_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Other")
+    runs, reason = available("cuda")
+    major, minor = capability
+    assert not runs
+    assert reason == (
+        f"NVIDIA Other has compute capability {major}.{minor}; the kernels are written for 9.0 (Hopper)"
+    )
+
+
+def test_hopper_needs_tilelang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setitem(sys.modules, "tilelang", None)
+    runs, reason = available("cuda")
+    assert not runs and reason.startswith("TileLang cannot be imported (")
+
+
+def test_auto_says_why_it_is_the_reference() -> None:
+    backend = resolve_backend("auto", "cpu")
+    assert backend == Backend("reference", "cpu is not a CUDA device", "cpu")
+    assert backend.explain() == "cpu uses reference: cpu is not a CUDA device."
+
+
+def test_tilelang_by_name_cannot_run_on_a_cpu() -> None:
+    with pytest.raises(CannotError, match="asked for and cannot run: cpu is not a CUDA device") as caught:
+        resolve_backend("tilelang", "cpu")
+    assert caught.value.exit_code == ExitCode.CANNOT
+    assert caught.value.hint and "'auto' or 'reference'" in caught.value.hint
+
+
+def test_reference_results_and_record() -> None:
+    backend = resolve_backend("reference", "cpu")
+    out, lse = backend.sparse_mla(**sparse_arguments())
+    want_out, want_lse = reference.sparse_mla(**sparse_arguments())
+    assert torch.equal(out, want_out) and torch.equal(lse, want_lse)
+    logits = backend.indexer_logits(**indexer_arguments(), ends=torch.tensor([1, 2, 9]))
+    assert torch.equal(logits, reference.indexer_logits(**indexer_arguments(), ends=torch.tensor([1, 2, 9])))
+    backend.sparse_mla(**sparse_arguments())
+    assert backend.ran == {"sparse_mla: reference": 2, "indexer_logits: reference": 1}
+    assert backend.explain() == (
+        "cpu uses reference: the reference was asked for."
+        " indexer_logits: reference (1 call). sparse_mla: reference (2 calls)."
+    )
+
+
+def test_auto_uses_kernels_for_bfloat16(kernels_available: list[str]) -> None:
+    backend = resolve_backend("auto", "cuda:0")
+    backend.sparse_mla(**sparse_arguments(torch.bfloat16))
+    backend.indexer_logits(**indexer_arguments(torch.bfloat16))
+    assert kernels_available == ["sparse_mla", "indexer_logits"]
+    assert backend.ran == {"sparse_mla: tilelang": 1, "indexer_logits: tilelang": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_auto_records_why_a_call_went_to_the_reference(
+    kernels_available: list[str], dtype: torch.dtype
+) -> None:
+    backend = resolve_backend("auto", "cuda:0")
+    backend.sparse_mla(**sparse_arguments(dtype))
+    backend.indexer_logits(**indexer_arguments(dtype))
+    assert kernels_available == []
+    why = f"dtype {str(dtype)[6:]} is neither bfloat16 nor float16"
+    assert backend.ran == {f"sparse_mla: reference, {why}": 1, f"indexer_logits: reference, {why}": 1}
+    assert why in backend.explain()
+
+
+def test_gradients_go_to_the_reference(kernels_available: list[str]) -> None:
+    backend = resolve_backend("auto", "cuda:0")
+    arguments = sparse_arguments(torch.bfloat16)
+    query = arguments["q_SHE"]
+    assert isinstance(query, Tensor)
+    query.requires_grad_()
+    out, _ = backend.sparse_mla(**arguments)
+    out.float().sum().backward()
+    assert query.grad is not None and kernels_available == []
+    with torch.no_grad():
+        backend.sparse_mla(**arguments)
+    assert kernels_available == ["sparse_mla"]
+    assert [name.split(",")[0] for name in backend.ran] == ["sparse_mla: reference", "sparse_mla: tilelang"]
+
+
+def test_strict_kernels_refuse_what_they_cannot_take(kernels_available: list[str]) -> None:
+    backend = resolve_backend("tilelang", "cuda:0")
+    with pytest.raises(CannotError, match="sparse_mla was asked for and cannot run: dtype float32"):
+        backend.sparse_mla(**sparse_arguments())
+    with pytest.raises(CannotError, match="indexer_logits was asked for and cannot run: dtype float64"):
+        backend.indexer_logits(**indexer_arguments(torch.float64))
+    assert not backend.ran and kernels_available == []
+
+
+@pytest.mark.parametrize(
+    ("heads", "d_v", "rope", "scale", "reason"),
+    [
+        (4, 512, 64, 0.1, None),
+        (128, 512, 0, 0.1, None),
+        (1, 32, 8, 0.1, None),
+        (129, 512, 64, 0.1, "129 heads, more than 128"),
+        (4, 513, 0, 0.1, "513 + 0 dims a token, more than 512 for values or 576 in all"),
+        (4, 512, 65, 0.1, "512 + 65 dims a token, more than 512 for values or 576 in all"),
+        (4, 512, 64, 0.0, "scale 0.0 is not a positive number"),
+        (4, 512, 64, float("nan"), "scale nan is not a positive number"),
+    ],
+)
+def test_what_the_sparse_kernel_takes(
+    heads: int, d_v: int, rope: int, scale: float, reason: str | None
+) -> None:
+    kernels = pytest.importorskip("mla_convert.runtime.kernels.sparse_mla")
+    query = torch.empty(1, heads, d_v + rope, dtype=torch.bfloat16)
+    assert kernels.unsupported(query, d_v, scale) == reason
+
+
+def test_kernel_arguments_that_contradict_each_other() -> None:
+    kernels = pytest.importorskip("mla_convert.runtime.kernels.sparse_mla")
+    arguments = sparse_arguments(torch.bfloat16)
+    with pytest.raises(ValueError, match="q has 40 dims a head and kv 39 a token"):
+        kernels.sparse_mla(**{**arguments, "kv_TE": torch.zeros(9, 39, dtype=torch.bfloat16)})
+    with pytest.raises(ValueError, match="3 queries and 2 lists"):
+        kernels.sparse_mla(**{**arguments, "indices_SK": torch.zeros(2, 5, dtype=torch.int32)})
+    indexer = pytest.importorskip("mla_convert.runtime.kernels.indexer_logits")
+    with pytest.raises(ValueError, match="ends needs one entry for each of 3 queries"):
+        indexer.indexer_logits(**indexer_arguments(torch.bfloat16), ends=torch.zeros(4, dtype=torch.int32))
+
+
+def test_empty_lists_need_no_launch() -> None:
+    kernels = pytest.importorskip("mla_convert.runtime.kernels.sparse_mla")
+    arguments = sparse_arguments(torch.bfloat16)
+    out, lse = kernels.sparse_mla(**{**arguments, "kv_TE": torch.zeros(0, 40, dtype=torch.bfloat16)})
+    assert out.shape == (3, 4, 32) and not out.any() and lse.isneginf().all()
+
+
+def test_integers_that_int32_cannot_hold_stay_out_of_range() -> None:
+    common = pytest.importorskip("mla_convert.runtime.kernels._common")
+    wide = torch.tensor([5, -1, 2**32 + 5, -(2**40), 2**31 - 1])
+    assert common.as_int32(wide).tolist() == [5, -1, 2**31 - 1, -1, 2**31 - 1]

@@ -1,0 +1,454 @@
+"""How bytes reach an output: links, workers, checksums, full disks, a source that changes, and bounded memory."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conversions import (
+    CARRIED_WEIGHTS,
+    INDEX,
+    OTHERS,
+    REWRITTEN,
+    attention,
+    contents,
+    environment,
+    leftovers,
+    manifest,
+    memory_folder,
+    write_checkpoint,
+    write_large,
+    write_shard,
+)
+from filesystems import in_child, shared_bytes, tmpfs, xfs
+
+from mla_convert import api, engine, filling, storage
+from mla_convert.engine import RunOptions, RunReport
+from mla_convert.errors import BadInputError, DifferenceError, LocalIOError
+from mla_convert.progress import SilentProgress
+from mla_convert.storage import LinkMode
+from mla_convert.tensors import TensorSpec
+
+PARTIAL = ".out.mla-convert-partial"
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with memory_folder() as folder:
+        yield folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "model")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def expected(model: Path, tmp_path: Path) -> dict[str, bytes]:
+    api.split(model, tmp_path / "reference")
+    return contents(tmp_path / "reference")
+
+
+@pytest.fixture(scope="module")
+def xfs_root() -> Iterator[Path]:
+    with xfs() as root:
+        yield root
+
+
+def split(source: Path, target: Path, **options: Any) -> RunReport:
+    report = api.split(source, target, run=RunOptions(**options)).report
+    assert report is not None
+    assert leftovers(target.parent) == []
+    return report
+
+
+def refused(source: Path, target: Path, error: type[Exception] = LocalIOError, **options: Any) -> str:
+    """The message of a split that must fail, and leave no output."""
+    with pytest.raises(error) as caught:
+        api.split(source, target, run=RunOptions(**options))
+    assert not target.exists()
+    return str(caught.value)
+
+
+def inode(path: Path) -> int:
+    return path.stat().st_ino
+
+
+# Links
+
+
+def test_hard_links_are_for_weights_only(model: Path, out: Path) -> None:
+    report = split(model, out, link=LinkMode.HARD)
+    for name in CARRIED_WEIGHTS:
+        assert inode(out / name) == inode(model / name)
+    for name in (*OTHERS, *REWRITTEN, INDEX, "config.json", "mla-convert.json"):
+        assert (out / name).stat().st_nlink == 1
+    assert set(report.bytes_by_way) - {"reflink"} == {"copy", "hard", "rewrite"}
+
+
+def test_auto_links_hard_where_blocks_cannot_be_shared(model: Path, out: Path) -> None:
+    split(model, out)
+    assert inode(out / CARRIED_WEIGHTS[0]) == inode(model / CARRIED_WEIGHTS[0])
+
+
+def test_a_large_companion_is_linked_and_a_small_one_is_not(
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "LINK_THRESHOLD", 1000)
+    assert (
+        (model / "generation_config.json").stat().st_size > 1000 > (model / "tokenizer.json").stat().st_size
+    )
+    split(model, out, link=LinkMode.HARD)
+    assert inode(out / "generation_config.json") == inode(model / "generation_config.json")
+    assert inode(out / "tokenizer.json") != inode(model / "tokenizer.json")
+
+
+def test_copies_are_files_of_their_own(model: Path, out: Path, expected: dict[str, bytes]) -> None:
+    report = split(model, out, link=LinkMode.COPY)
+    assert all(path.stat().st_nlink == 1 for path in out.rglob("*") if path.is_file())
+    assert contents(out) == expected
+    assert "hard" not in report.bytes_by_way
+
+
+def test_a_reflink_that_cannot_be_is_refused(model: Path, out: Path) -> None:
+    message = refused(model, out, link=LinkMode.REFLINK)
+    assert "cannot reflink" in message
+    assert leftovers(out.parent) == []
+
+
+def test_a_reflink_that_cannot_be_is_refused_though_every_file_is_rewritten(
+    tmp_path: Path, out: Path
+) -> None:
+    write_shard(tmp_path / "one.safetensors", attention(0))
+    assert "cannot reflink" in refused(tmp_path / "one.safetensors", out, link=LinkMode.REFLINK)
+
+
+def test_a_hard_link_across_file_systems_is_refused(model: Path) -> None:
+    with tmpfs() as root:
+        assert "cannot hard-link" in refused(model, root / "out", link=LinkMode.HARD)
+
+
+@pytest.mark.parametrize("mode", list(LinkMode))
+def test_every_mode_gives_the_same_bytes(xfs_root: Path, tmp_path: Path, mode: LinkMode) -> None:
+    write_checkpoint(tmp_path / "model")
+    source = xfs_root / f"model-{mode}"
+    subprocess.run(["cp", "-a", tmp_path / "model", source], check=True)
+    api.split(source, source.parent / f"out-{mode}", run=RunOptions(link=mode))
+    api.split(tmp_path / "model", tmp_path / f"out-{mode}", run=RunOptions(link=LinkMode.COPY))
+    ours, plain = contents(source.parent / f"out-{mode}"), contents(tmp_path / f"out-{mode}")
+    del ours["mla-convert.json"], plain["mla-convert.json"]  # the one names the folder of the other
+    assert ours == plain
+
+
+@pytest.mark.parametrize("mode", [LinkMode.AUTO, LinkMode.REFLINK])
+def test_reflinks_share_almost_everything(xfs_root: Path, mode: LinkMode) -> None:
+    source = xfs_root / f"large-{mode}"
+    source.mkdir()
+    other = TensorSpec("model.embed_tokens.weight", "BF16", (4096, 1024))
+    write_shard(source / "a.safetensors", [other, *attention(0)])
+    write_shard(source / "b.safetensors", [TensorSpec("lm_head.weight", "BF16", (4096, 1024))])
+    os.sync()
+    before = os.statvfs(xfs_root).f_bfree
+    report = api.split(source, xfs_root / f"large-out-{mode}", run=RunOptions(link=mode)).report
+    os.sync()
+    used = (before - os.statvfs(xfs_root).f_bfree) * os.statvfs(xfs_root).f_frsize
+    sizes = sum(path.stat().st_size for path in source.iterdir())
+    assert sizes > 16 << 20
+    assert used < 1 << 20
+    for name in ("a.safetensors", "b.safetensors"):
+        file = xfs_root / f"large-out-{mode}" / name
+        assert shared_bytes(file) >= other.nbytes - 4096
+        assert inode(file) != inode(source / name)
+    assert report is not None
+    assert report.bytes_by_way["reflink"] > 0.99 * sizes
+
+
+def test_a_probe_left_by_a_killed_run_does_not_switch_reflinks_off(xfs_root: Path) -> None:
+    source, target = write_checkpoint(xfs_root / "probed"), xfs_root / "probed-out"
+    left = xfs_root / ".probed-out.mla-convert-partial" / "files"
+    left.mkdir(parents=True)
+    (left / f"{storage.TEMPORARY_PREFIX}probe").write_text("left")
+    assert split(source, target, link=LinkMode.REFLINK).bytes_by_way["reflink"] > 0
+
+
+def test_modes_follow_the_umask(model: Path, out: Path) -> None:
+    (model / CARRIED_WEIGHTS[0]).chmod(0o444)
+
+    def work() -> None:
+        os.umask(0o027)
+        api.split(model, out)
+
+    in_child(work, seconds=60)
+    for path in (out, *out.rglob("*")):
+        linked = path.name in CARRIED_WEIGHTS  # such a file is the source's, its mode too
+        assert linked or path.stat().st_mode & 0o777 == (0o750 if path.is_dir() else 0o640), path
+    assert (out / CARRIED_WEIGHTS[0]).stat().st_mode & 0o777 == 0o444
+
+
+# Workers and hashes
+
+
+@pytest.mark.parametrize("workers", [1, 8])
+def test_any_number_of_workers_gives_the_same_bytes(
+    model: Path, out: Path, expected: dict[str, bytes], workers: int
+) -> None:
+    split(model, out, workers=workers)
+    assert contents(out) == expected
+
+
+def test_checksum_records_the_sha256_of_every_file(model: Path, out: Path) -> None:
+    split(model, out, checksum=True)
+    files = contents(out)
+    del files["mla-convert.json"]
+    assert manifest(out)["files"] == {
+        name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()
+    }
+
+
+def test_without_checksum_only_large_files_go_unread(
+    model: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "LINK_THRESHOLD", 20_000)
+    split(model, out)
+    entries = manifest(out)["files"]
+    unread = {name for name, entry in entries.items() if entry["sha256"] is None}
+    assert unread == {*REWRITTEN, CARRIED_WEIGHTS[0]}
+    for name in entries.keys() - unread:
+        assert entries[name]["sha256"] == hashlib.sha256((out / name).read_bytes()).hexdigest()
+
+
+def test_checksum_completes_an_output_that_is_already_done(
+    model: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split(model, tmp_path / "hashed", checksum=True)
+    monkeypatch.setattr(engine, "LINK_THRESHOLD", 1)
+    split(model, out)
+    assert manifest(out)["files"][REWRITTEN[0]]["sha256"] is None
+    assert split(model, out, checksum=True).already_done
+    assert contents(out) == contents(tmp_path / "hashed")
+
+
+def test_writes_that_the_kernel_cuts_short_are_continued(
+    model: Path, out: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, pwrite = os.write, os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: pwrite(fd, bytes(data)[:100], offset))
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, bytes(data)[:10]))
+    split(model, out)
+    assert contents(out) == expected
+
+
+def test_untouched_stretches_move_in_one_call(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = [TensorSpec(f"layer.{n}.weight", "BF16", (8, 8)) for n in range(40)]
+    write_shard(tmp_path / "one.safetensors", [*others[:20], *attention(0), *others[20:]])
+    lengths = []
+    copy_range = storage.copy_range
+
+    def count(*arguments: Any, **options: Any) -> int:
+        lengths.append(arguments[4])
+        return copy_range(*arguments, **options)
+
+    monkeypatch.setattr(storage, "copy_range", count)
+    split(tmp_path / "one.safetensors", out)
+    head = 16 * 32 * 2  # bytes of one head of K or of V
+    before, after = 20 * 128 + 40 * 64 * 2, (64 * 64 + 96 * 64) * 2 + 20 * 128
+    # The first head of K follows what stands before it, and the last of V is followed by what comes after.
+    assert lengths == [before + head, *[head] * 6, head + after]
+
+
+# A disk that is full, or refuses
+
+
+def test_too_little_space_is_known_beforehand(model: Path) -> None:
+    with tmpfs("100k") as root:
+        message = refused(model, root / "out")
+        assert re.search(
+            r"has 9\d\.\d\d kB \(9\d \d{3} bytes\) free; the output needs 192\.51 kB \(", message
+        )
+        assert list(root.iterdir()) == []
+
+
+def test_what_is_linked_needs_no_space(tmp_path: Path) -> None:
+    with tmpfs("400k") as root:
+        source = write_checkpoint(root / "model")
+        status = os.statvfs(root)
+        (root / "ballast").write_bytes(bytes(status.f_bavail * status.f_frsize - (176 << 10)))
+        assert "needs" in refused(source, root / "out", link=LinkMode.COPY)
+        split(source, root / "out")
+
+
+def test_a_disk_that_fills_up_halfway_keeps_what_is_finished(model: Path, expected: dict[str, bytes]) -> None:
+    with tmpfs("400k") as root:
+        ballast = root / "ballast"
+
+        def fill(step: str) -> None:
+            if step == "recorded" and not ballast.exists():
+                with ballast.open("wb", buffering=0) as file:
+                    try:
+                        while file.write(bytes(1024)):
+                            pass
+                    except OSError as error:
+                        assert error.errno == errno.ENOSPC
+
+        message = refused(model, root / "out", workers=1, on_step=fill)
+        assert "no space is left on the device (ENOSPC)" in message
+        assert PARTIAL in leftovers(root)
+        assert "needs" in refused(model, root / "out")  # still full: now it is known beforehand
+        ballast.unlink()
+        status = os.statvfs(root)
+        ballast.write_bytes(bytes(status.f_bavail * status.f_frsize - (176 << 10)))  # room for the rest only
+        assert split(model, root / "out").resumed_files == 1
+        found = contents(root / "out")
+        assert {**found, "mla-convert.json": b""} == {**expected, "mla-convert.json": b""}
+
+
+def test_the_file_size_limit(model: Path, out: Path) -> None:
+    def work() -> str:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        return refused(model, out, workers=1)
+
+    message = in_child(work, seconds=60)
+    assert "the file would be larger than is allowed (EFBIG)" in message
+    assert leftovers(out.parent) == []
+
+
+def test_one_failing_file_ends_the_run(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled = []
+
+    def fail(fd: int, file: Any, *arguments: Any, **options: Any) -> int:
+        filled.append(file.name)
+        raise LocalIOError(f"{file.name} failed")
+
+    monkeypatch.setattr(engine, "fill", fail)
+    assert "model-1.safetensors failed" in refused(model, out, workers=1)
+    assert filled == ["model-1.safetensors"]
+
+
+# A source that changes
+
+
+@pytest.mark.parametrize("name", [REWRITTEN[1], CARRIED_WEIGHTS[0], "tokenizer.json", "config.json", INDEX])
+@pytest.mark.parametrize("change", ["edit", "replace", "remove"])
+def test_a_source_that_changes_meanwhile_gives_no_output(
+    model: Path, out: Path, name: str, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = model / name
+    data = file.read_bytes()
+    check = engine._Run._check_source_unchanged
+
+    def disturb(run: engine._Run) -> None:
+        if change == "edit":
+            file.write_bytes(data[:-1] + b" ")
+            os.utime(file, ns=(1, 1))
+        else:
+            file.unlink()
+        if change == "replace":
+            file.write_bytes(data[::-1])
+        check(run)
+
+    monkeypatch.setattr(engine._Run, "_check_source_unchanged", disturb)
+    message = refused(model, out, BadInputError)
+    assert "changed while it was being read; there is no output" in message
+    assert leftovers(out.parent) == []
+
+
+def test_a_source_that_is_cut_short_meanwhile(model: Path, out: Path) -> None:
+    def cut(step: str) -> None:
+        if step == "staged":
+            os.truncate(model / REWRITTEN[2], 9000)
+
+    with pytest.raises((BadInputError, LocalIOError), match=r"ended at byte 9000|ends early, at byte 9000"):
+        api.split(model, out, run=RunOptions(on_step=cut))
+    assert not out.exists()
+
+
+def test_a_restored_tensor_that_differs(model: Path, out: Path, tmp_path: Path) -> None:
+    parted = api.split(model, tmp_path / "parted", run=RunOptions(link=LinkMode.COPY)).output
+    name = "model.layers.1.self_attn.v_b_proj.weight"
+    stored = api.open_checkpoint(parted).tensors[name]
+    with (parted / stored.file).open("r+b") as file:
+        file.seek(stored.start)
+        file.write(b"\x55" * 8)
+    with pytest.raises(DifferenceError, match=r"kv_b_proj\.weight does not come back as it was") as caught:
+        api.combine(parted, out, run=RunOptions(workers=1))  # another file is finished by then
+    assert caught.value.exit_code == 10
+    assert leftovers(tmp_path) == []  # so that what the hint proposes is not refused
+    assert "--ignore-manifest" in (caught.value.hint or "")
+
+
+# Memory
+
+MEASURE = """
+import sys
+from pathlib import Path
+from mla_convert import api
+api.split(Path(sys.argv[1]), Path(sys.argv[2]))
+print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+def peak(source: Path, target: Path) -> int:
+    """Largest resident memory in bytes of a process that splits ``source``; unlike ru_maxrss, its own alone."""
+    words = [sys.executable, "-c", MEASURE, str(source), str(target)]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=True)
+    return int(done.stdout) * 1024
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    """Across file systems, so that every byte passes through the process: the worst case."""
+    small = write_large(tmp_path / "small.safetensors", 150 << 20)
+    large = write_large(tmp_path / "large.safetensors", 600 << 20)
+    with tmpfs("1200m") as root:
+        peaks = [peak(source, root / source.stem) for source in (small, large)]
+        assert (root / "large" / "large.safetensors").stat().st_size > 590 << 20
+    assert max(peaks) < 200e6
+    assert peaks[1] - peaks[0] < 16e6
+
+
+def test_hashing_does_not_read_a_tensor_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    read_at = filling.read_at
+    monkeypatch.setattr(
+        filling, "read_at", lambda fd, count, *rest: sizes.append(count) or read_at(fd, count, *rest)
+    )
+    path = tmp_path / "data"
+    path.write_bytes(bytes(9 << 20))
+    fd = os.open(path, os.O_RDONLY)
+    found = filling.sha256_of_range(fd, 1, (9 << 20) - 1, "data", lambda _: None)
+    os.close(fd)
+    assert found == hashlib.sha256(bytes((9 << 20) - 1)).hexdigest()
+    assert max(sizes) <= filling.BUFFER
+
+
+def test_progress_adds_up(model: Path, out: Path) -> None:
+    class Counter(SilentProgress):
+        total = done = 0
+
+        def start(self, label: str, total: int, unit: str) -> None:
+            self.total = total
+
+        def advance(self, n: int) -> None:
+            self.done += n
+
+    counter = Counter()
+    api.split(model, out, run=RunOptions(workers=1), progress=counter)
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    assert counter.done == counter.total == size - (out / "mla-convert.json").stat().st_size
+    assert json.loads((out / INDEX).read_bytes())["metadata"]["total_size"] > 0

@@ -1,0 +1,387 @@
+"""The TileLang kernels against float64, computed from the same inputs, on a Hopper GPU.
+
+Every comparison draws fresh inputs, and the memory that the outputs will occupy is filled with NaN first. Limits
+are FlashMLA's: an element may differ by 8e-4 or by 3.01/128 of its value, and 1 - cosine stays below 7e-6 over
+all elements, and below ``ROW_COSINE`` in every row of one query and head, so that one bad row cannot hide.
+
+Also a script, for a GPU host without pytest: ``python tests/test_kernels_gpu.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from mla_convert.runtime.dispatch import available
+
+_can_run, _reason = available("cuda")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _can_run, reason=f"no kernels here: {_reason}")]
+
+ROW_COSINE = 2e-5
+HEADS = [1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128]
+TOPK = [1, 32, 64, 96, 128, 192, 2048]
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request: pytest.FixtureRequest) -> None:
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+def poison(*shapes: tuple[tuple[int, ...], torch.dtype]) -> None:
+    """Leave NaN in the memory that the allocator hands out next for these shapes."""
+    blocks = [torch.full(shape, float("nan"), dtype=dtype, device="cuda") for shape, dtype in shapes]
+    del blocks
+
+
+def sparse_reference(
+    q: Tensor, kv: Tensor, indices: Tensor, scale: float, d_v: int, length: Tensor | None, sink: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The definition in float64, a few queries at a time."""
+    topk = indices.shape[1]
+    outs, lses = [], []
+    step = max(1, 2**25 // (topk * q.shape[2]))
+    for rows in torch.arange(q.shape[0], device="cuda").split(step):
+        chosen = indices[rows].long()
+        valid = (chosen >= 0) & (chosen < kv.shape[0])
+        if length is not None:
+            valid &= torch.arange(topk, device="cuda") < length[rows, None]
+        keys = kv[torch.where(valid, chosen, 0)].double().masked_fill(~valid[..., None], 0)
+        scores = torch.einsum("shd,skd->shk", q[rows].double(), keys) * scale
+        scores = scores.masked_fill(~valid[:, None], -torch.inf)
+        lse = scores.logsumexp(-1)
+        p = (scores - lse.masked_fill(lse.isneginf(), 0)[..., None]).exp()
+        out = torch.einsum("shk,skv->shv", p, keys[..., :d_v])
+        if sink is not None:
+            out = out * torch.sigmoid(lse - sink.double())[..., None]
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def check_close(out: Tensor, want: Tensor) -> None:
+    assert not out.isnan().any(), f"{int(out.isnan().sum())} NaN"
+    out = out.double()
+    diff = (out - want).abs()
+    bad = (diff > 8e-4) & (diff > want.abs() * 3.01 / 128)
+    assert not bad.any(), f"{int(bad.sum())} of {bad.numel()} off, worst {float(diff.max()):.2e}"
+    if want.abs().max() > 0:
+        total = 1 - float((2 * out * want).sum() / (out.square() + want.square()).sum())
+        assert total < 7e-6, f"1 - cosine {total:.1e}"
+        size = out.square().sum(-1) + want.square().sum(-1)
+        rows = 1 - (2 * out * want).sum(-1) / size.clamp_min(1e-30)
+        worst = float(rows.masked_fill(want.square().sum(-1) < 1e-12, 0).max())
+        assert worst < ROW_COSINE, f"worst row's 1 - cosine {worst:.1e}"
+
+
+def check_lse(lse: Tensor, want: Tensor) -> None:
+    assert torch.equal(lse.isneginf(), want.isneginf())
+    lse, want = (x.double().masked_fill(want.isneginf(), 0) for x in (lse, want))
+    diff = (lse - want).abs()
+    bad = (diff > 1e-5) & (diff > want.abs() * 2.01 / 65536)
+    assert not bad.any(), f"lse off by {float(diff.max()):.2e}"
+
+
+def sparse_case(
+    *,
+    queries: int = 37,
+    heads: int = 16,
+    tokens: int = 3000,
+    topk: int = 128,
+    rank: int = 512,
+    rope: int = 64,
+    invalid: float = 0.1,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Inputs whose scores have a spread of 1.3 and whose values, like FlashMLA's, are of size 0.1."""
+    q = torch.randn(queries, heads, rank + rope, device="cuda", dtype=dtype) * 10
+    kv = torch.randn(tokens, rank + rope, device="cuda", dtype=dtype) / 10
+    indices = torch.randint(0, tokens, (queries, topk), device="cuda", dtype=torch.int32)
+    indices[torch.rand(queries, topk, device="cuda") < invalid] = -1
+    return q, kv, indices, 1.3 * (rank + rope) ** -0.5
+
+
+def run_sparse(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    scale: float,
+    d_v: int = 512,
+    length: Tensor | None = None,
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run on poisoned memory, compare with float64, return the kernel's results."""
+    from mla_convert.runtime.kernels.sparse_mla import sparse_mla
+
+    queries, heads = q.shape[:2]
+    poison(((queries, heads, d_v), q.dtype), ((queries, heads), torch.float32))
+    out, lse = sparse_mla(q, kv, indices, scale, topk_length=length, attn_sink=sink, d_v=d_v)
+    assert out.shape == (queries, heads, d_v) and out.dtype == q.dtype and out.is_contiguous()
+    assert lse.shape == (queries, heads) and lse.dtype == torch.float32
+    flat_kv, flat_indices = kv.reshape(kv.shape[0], -1), indices.reshape(queries, -1)
+    want, want_lse = sparse_reference(q, flat_kv, flat_indices, scale, d_v, length, sink)
+    check_close(out, want)
+    check_lse(lse, want_lse)
+    return out, lse
+
+
+@pytest.mark.parametrize("topk", TOPK)
+@pytest.mark.parametrize("heads", HEADS)
+def test_sparse_every_head_count_and_list_length(heads: int, topk: int) -> None:
+    run_sparse(*sparse_case(queries=9 if topk == 2048 else 150, heads=heads, topk=topk))
+
+
+@pytest.mark.parametrize(
+    ("heads", "rank", "rope"),
+    [
+        (16, 512, 0), (64, 512, 0), (16, 512, 32), (64, 512, 32), (16, 256, 64), (128, 256, 64),
+        (8, 128, 32), (64, 128, 32), (16, 64, 64), (64, 64, 0), (8, 64, 0), (4, 32, 8), (40, 32, 8), (6, 48, 16),
+    ],
+)  # fmt: skip
+def test_sparse_every_width(heads: int, rank: int, rope: int) -> None:
+    run_sparse(*sparse_case(heads=heads, rank=rank, rope=rope, topk=200), d_v=rank)
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+class TestSparseLists:
+    def test_fewer_tokens_than_entries(self, heads: int) -> None:
+        run_sparse(*sparse_case(heads=heads, tokens=5, topk=192))
+
+    def test_whole_row_empty(self, heads: int) -> None:
+        q, kv, indices, scale = sparse_case(heads=heads)
+        indices[3] = -1
+        indices[36] = kv.shape[0]
+        out, lse = run_sparse(q, kv, indices, scale)
+        assert not out[[3, 36]].any() and lse[[3, 36]].isneginf().all()
+
+    def test_first_block_empty(self, heads: int) -> None:
+        q, kv, indices, scale = sparse_case(heads=heads, topk=320)
+        indices[:, :64] = -1
+        indices[5, :-1] = -1
+        run_sparse(q, kv, indices, scale)
+
+    def test_gaps_and_far_out_of_range(self, heads: int) -> None:
+        q, kv, indices, scale = sparse_case(heads=heads, topk=256, invalid=0)
+        for start, value in enumerate([-1, kv.shape[0], INT_MIN, INT_MAX, -2, kv.shape[0] + 1]):
+            indices[:, 7 + start :: 11] = value
+        indices[0, 64:128] = -1
+        run_sparse(q, kv, indices, scale)
+
+    def test_unselected_rows_never_leak(self, heads: int) -> None:
+        q, kv, indices, scale = sparse_case(heads=heads, tokens=1000, invalid=0.3)
+        unselected = torch.ones(1000, dtype=torch.bool, device="cuda")
+        unselected[indices[indices >= 0].long()] = False
+        unselected[[0, 999]] = True
+        indices[(indices == 0) | (indices == 999)] = -1
+        kv[unselected] = float("nan")
+        kv[0] = float("inf")
+        out, lse = run_sparse(q, kv, indices, scale)
+        assert out.isfinite().all() and lse.isfinite().all()
+
+    def test_duplicates_count_twice(self, heads: int) -> None:
+        q, kv, indices, scale = sparse_case(heads=heads)
+        indices[:, ::2] = indices[:, 1::2]
+        indices[1] = 7
+        run_sparse(q, kv, indices, scale)
+
+    def test_topk_length(self, heads: int) -> None:
+        q, kv, indices, scale = sparse_case(heads=heads, topk=300)
+        length = torch.randint(0, 301, (37,), device="cuda", dtype=torch.int32)
+        length[:4] = torch.tensor([0, 1, 64, 65], dtype=torch.int32)
+        out, lse = run_sparse(q, kv, indices, scale, length=length)
+        assert not out[0].any() and lse[0].isneginf().all()
+
+    def test_sink_rescales_the_output_only(self, heads: int) -> None:
+        q, kv, indices, scale = sparse_case(heads=heads)
+        indices[2] = -1
+        sink = torch.randn(heads, device="cuda") * 5
+        sink[0] = -torch.inf
+        _, lse = run_sparse(q, kv, indices, scale, sink=sink)
+        assert torch.equal(lse, run_sparse(q, kv, indices, scale)[1])
+
+    def test_large_scores(self, heads: int) -> None:
+        q, kv, indices, _ = sparse_case(heads=heads, topk=256)
+        run_sparse(q, kv, indices, 1.0)
+
+    def test_strided_unaligned_and_int64(self, heads: int) -> None:
+        q, kv, indices, scale = sparse_case(heads=heads)
+        wide_q = torch.full((37, heads + 3, 600), float("nan"), device="cuda", dtype=q.dtype)
+        wide_q[:, 2 : heads + 2, 5:581] = q
+        wide_kv = torch.full((kv.shape[0], 601), float("nan"), device="cuda", dtype=q.dtype)
+        wide_kv[:, 9:585] = kv
+        far = indices.long()
+        far[:, 5] = 2**32 + 5
+        far[:, 6] = -(2**40)
+        wide_far = torch.full((37, 140), 3, device="cuda")
+        wide_far[:, 4:132] = far
+        plain = run_sparse(q, kv, far.clamp(-1, INT_MAX).int(), scale)
+        args = (wide_q[:, 2 : heads + 2, 5:581], wide_kv[:, 9:585][:, None], wide_far[:, None, 4:132])
+        strided = run_sparse(*args, scale)
+        assert all(torch.equal(a, b) for a, b in zip(plain, strided, strict=True))
+
+    def test_one_query(self, heads: int) -> None:
+        run_sparse(*sparse_case(heads=heads, queries=1, topk=2048))
+
+    def test_two_runs_are_bitwise_equal(self, heads: int) -> None:
+        from mla_convert.runtime.kernels.sparse_mla import sparse_mla
+
+        q, kv, indices, scale = sparse_case(heads=heads, queries=700, topk=512)
+        runs = [sparse_mla(q, kv, indices, scale, d_v=512) for _ in range(3)]
+        for out, lse in runs[1:]:
+            assert torch.equal(out, runs[0][0]) and torch.equal(lse, runs[0][1])
+
+    def test_list_lengths_mixed_in_one_launch(self, heads: int) -> None:
+        q, kv, indices, scale = sparse_case(heads=heads, queries=1200, topk=400, invalid=0)
+        length = torch.arange(1200, device="cuda", dtype=torch.int32) % 401
+        run_sparse(q, kv, indices, scale, length=length)
+
+
+def test_sparse_float16() -> None:
+    run_sparse(*sparse_case(dtype=torch.float16))
+
+
+def test_sparse_nothing_to_do() -> None:
+    from mla_convert.runtime.kernels.sparse_mla import sparse_mla
+
+    q, kv, indices, scale = sparse_case()
+    for args in ((q[:0], kv, indices[:0]), (q, kv[:0], indices), (q, kv, indices[:, :0])):
+        out, lse = sparse_mla(*args, scale, d_v=512)
+        assert out.shape == (args[0].shape[0], 16, 512) and not out.any() and lse.isneginf().all()
+
+
+def test_sparse_query_beyond_int32_offsets() -> None:
+    queries = 30_000  # 2.2e9 elements of q
+    q, kv, indices, scale = sparse_case(queries=queries, heads=128, tokens=500, topk=64)
+    from mla_convert.runtime.kernels.sparse_mla import sparse_mla
+
+    out, lse = sparse_mla(q, kv, indices, scale, d_v=512)
+    rows = torch.tensor([0, 1, 15_000, queries - 2, queries - 1], device="cuda")
+    want, want_lse = sparse_reference(q[rows], kv, indices[rows], scale, 512, None, None)
+    check_close(out[rows], want)
+    check_lse(lse[rows], want_lse)
+
+
+def indexer_case(queries: int, keys: int, heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    q = torch.randn(queries, heads, dim, device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(keys, dim, device="cuda", dtype=torch.bfloat16)
+    return q, k, torch.randn(queries, heads, device="cuda")
+
+
+def indexer_reference(q: Tensor, k: Tensor, weights: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    scores = torch.einsum("sij,tj->sit", q.double(), k.double()).relu()
+    logits = torch.einsum("sit,si->st", scores, weights.double())
+    keys = torch.arange(k.shape[0], device="cuda")
+    return logits.masked_fill((keys < starts[:, None]) | (keys >= ends[:, None]), -torch.inf)
+
+
+def run_indexer(
+    q: Tensor, k: Tensor, weights: Tensor, starts: Tensor | None = None, ends: Tensor | None = None
+) -> Tensor:
+    from mla_convert.runtime.kernels.indexer_logits import indexer_logits
+
+    queries, keys = q.shape[0], k.shape[0]
+    poison(((queries, keys), torch.float32))
+    logits = indexer_logits(q, k, weights, starts=starts, ends=ends)
+    assert logits.shape == (queries, keys) and logits.dtype == torch.float32
+    starts = torch.zeros(queries, device="cuda") if starts is None else starts
+    ends = torch.full((queries,), keys, device="cuda") if ends is None else ends
+    want = indexer_reference(q, k, weights, starts, ends)
+    assert torch.equal(logits.isneginf(), want.isneginf()), "-inf in the wrong places"
+    finite = ~want.isneginf()
+    if finite.any():
+        got, want = logits[finite].double(), want[finite]
+        scale = q.shape[1] ** 0.5 * q.shape[2] ** 0.5
+        assert float((got - want).abs().max()) < 2e-5 * scale
+        assert 1 - float((2 * got * want).sum() / (got.square() + want.square()).sum()) < 1e-9
+    return logits
+
+
+@pytest.mark.parametrize("dim", [16, 64, 128])
+@pytest.mark.parametrize("heads", [1, 4, 16, 32, 64, 128])
+def test_indexer_every_size(heads: int, dim: int) -> None:
+    run_indexer(*indexer_case(77, 333, heads, dim))
+
+
+@pytest.mark.parametrize("heads", [3, 24, 100])
+def test_indexer_odd_heads_and_dims(heads: int) -> None:
+    run_indexer(*indexer_case(50, 200, heads, 128))
+    run_indexer(*indexer_case(50, 200, heads, 20))
+
+
+@pytest.mark.parametrize("heads", [4, 64])
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (1, 5000), (300, 64), (513, 2049), (1, 100_000)])
+def test_indexer_causal_and_ragged(heads: int, queries: int, keys: int) -> None:
+    args = indexer_case(queries, keys, heads, 64)
+    position = torch.arange(queries, device="cuda", dtype=torch.int32)
+    run_indexer(*args, ends=position + 1)
+    run_indexer(*args, ends=(position + 1 + keys - queries).clamp_min(0))
+    starts = torch.randint(-50, keys + 50, (queries,), device="cuda", dtype=torch.int32)
+    ends = starts + torch.randint(-100, keys, (queries,), device="cuda", dtype=torch.int32)
+    run_indexer(*args, starts=starts, ends=ends)
+    run_indexer(*args, starts=starts.long(), ends=ends.long())
+
+
+def test_indexer_empty_ranges() -> None:
+    args = indexer_case(130, 900, 64, 128)
+    zero = torch.zeros(130, device="cuda", dtype=torch.int32)
+    assert run_indexer(*args, ends=zero).isneginf().all()
+    assert run_indexer(*args, starts=zero + 900).isneginf().all()
+
+
+def test_indexer_nan_is_kept_where_it_belongs() -> None:
+    from mla_convert.runtime.kernels.indexer_logits import indexer_logits
+
+    q, k, weights = indexer_case(20, 300, 64, 128)
+    k[170] = float("nan")
+    ends = torch.arange(160, 180, device="cuda", dtype=torch.int32)
+    logits = indexer_logits(q, k, weights, ends=ends)
+    expected = torch.zeros(20, 300, dtype=torch.bool, device="cuda")
+    expected[11:, 170] = True
+    assert torch.equal(logits.isnan(), expected)
+
+
+def test_indexer_two_runs_are_bitwise_equal() -> None:
+    from mla_convert.runtime.kernels.indexer_logits import indexer_logits
+
+    args = indexer_case(700, 3000, 64, 128)
+    assert torch.equal(indexer_logits(*args), indexer_logits(*args))
+
+
+def test_indexer_output_beyond_int32_offsets() -> None:
+    from mla_convert.runtime.kernels.indexer_logits import indexer_logits
+
+    q, k, weights = indexer_case(40_000, 60_000, 1, 16)
+    ends = torch.arange(20_000, 60_000, device="cuda", dtype=torch.int32)
+    logits = indexer_logits(q, k, weights, ends=ends)
+    rows = torch.tensor([0, 1, 20_000, 35_800, 39_999], device="cuda")
+    want = indexer_reference(q[rows], k, weights[rows], torch.zeros(5, device="cuda"), ends[rows])
+    assert torch.equal(logits[rows].isneginf(), want.isneginf())
+    finite = ~want.isneginf()
+    assert float((logits[rows][finite].double() - want[finite]).abs().max()) < 1e-4
+    assert not logits.isnan().any()
+
+
+def test_dispatch_runs_the_kernels() -> None:
+    from mla_convert.runtime import reference
+    from mla_convert.runtime.dispatch import resolve_backend
+
+    backend = resolve_backend("auto", "cuda")
+    assert backend.name == "tilelang" and "H" in backend.reason
+    q, kv, indices, scale = sparse_case()
+    out, lse = backend.sparse_mla(q, kv, indices, scale, d_v=512)
+    want, want_lse = reference.sparse_mla(q.double(), kv.double(), indices, scale, d_v=512)
+    check_close(out, want)
+    check_lse(lse, want_lse)
+    args = indexer_case(100, 700, 64, 128)
+    assert torch.allclose(backend.indexer_logits(*args), reference.indexer_logits(*args), atol=5e-3)
+    backend.sparse_mla(q.float(), kv.float(), indices, scale, d_v=512)
+    assert backend.ran["sparse_mla: tilelang"] == backend.ran["indexer_logits: tilelang"] == 1
+    assert backend.ran["sparse_mla: reference, dtype float32 is neither bfloat16 nor float16"] == 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q", *(["-x"] if os.environ.get("FAIL_FAST") else [])]))
