@@ -69,7 +69,7 @@ class Series:
 
     def median(self, name: str) -> float:
         """Median of one field of the samples."""
-        return statistics.median(getattr(sample, name) for sample in self.samples)
+        return float(statistics.median(getattr(sample, name) for sample in self.samples))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ def _remove(*folders: Path) -> None:
 
 def _make(folder: Path, size: int) -> dict[str, int]:
     """Make a checkpoint in a process of its own, so that this one's memory stays small."""
-    command = [sys.executable, "-m", "benchmarks.checkpoint", folder, "--size", str(size), "--json"]
+    command = (sys.executable, "-m", "benchmarks.checkpoint", str(folder), "--size", str(size), "--json")
     made = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
     if made.returncode:
         raise BenchmarkError(f"cannot make the checkpoint: {made.stderr.strip()}")

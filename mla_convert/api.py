@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,15 +171,28 @@ def _convert(
     if target.name in ("", ".."):
         target = target.resolve()
     check_target(source, target, overwrite=run.overwrite)
-    catalogue = open_checkpoint(source)
-    _check_names(catalogue)
-    plan = make_plan(catalogue)
-    blocks = find_blocks(catalogue, trust_shapes=trust_shapes)
+    with _without_collector():
+        catalogue = open_checkpoint(source)
+        _check_names(catalogue)
+        plan = make_plan(catalogue)
+        blocks = find_blocks(catalogue, trust_shapes=trust_shapes)
     if not dry_run:
         return Conversion(plan, target, blocks, run_plan(plan, target, run, progress or SilentProgress()))
     if not finished_already(target, plan.digest()):
         check_replaceable(target, overwrite=run.overwrite)
     return Conversion(plan, target, blocks, None)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Plans are made of very many small objects without cycles; looking for some takes a fifth of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _check_names(catalogue: Catalogue) -> None:

@@ -63,6 +63,7 @@ class Catalogue:
         index: ``*.safetensors.index.json`` if there is one.
         others: Everything else that is carried over.
         warnings: Sentences worth showing the user.
+        origin: ``hf://org/name@commit`` if it comes from the Hub; ``root`` is then its place in the Hub's cache.
     """
 
     root: Path
@@ -73,6 +74,12 @@ class Catalogue:
     index: JsonFile | None
     others: tuple[OtherFile, ...]
     warnings: tuple[str, ...] = ()
+    origin: str | None = None
+
+    @property
+    def label(self) -> str:
+        """What to call it to the user."""
+        return self.origin or str(self.root)
 
     @property
     def nbytes(self) -> int:

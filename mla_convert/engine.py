@@ -370,8 +370,8 @@ class _Run:
         self._step("published")
 
     def _manifest(self) -> bytes:
-        fixed = self.plan.manifest
-        root = os.path.relpath(self.plan.catalogue.root.resolve(), self.staging.target.resolve())
+        fixed, catalogue = self.plan.manifest, self.plan.catalogue
+        root = catalogue.origin or os.path.relpath(catalogue.root.resolve(), self.staging.target.resolve())
         restore = {
             **fixed["restore"],
             "tensors": {name: pack(data) for name, data in sorted(self._kept.items())},

@@ -74,6 +74,10 @@ def _move_ranges(fd: int, file: RewrittenFile, catalogue: Catalogue, reflink: bo
 
 def _ranges(file: RewrittenFile, catalogue: Catalogue) -> Iterator[_Range]:
     for target, offset in file.placed():
+        if target.is_carried:
+            whole = catalogue.tensors[target.spec.name]
+            yield _Range(whole.file, Run(whole.start, offset, whole.stop - whole.start))
+            continue
         for piece in target.pieces:
             if not isinstance(piece, Copy):
                 continue
@@ -86,6 +90,8 @@ def _merged(ranges: Iterator[_Range]) -> Iterator[_Range]:
     """Join runs that follow one another on both sides, so that untouched stretches move in one call."""
     last: _Range | None = None
     for piece in ranges:
+        if not piece.run.length:
+            continue
         if last is not None and (
             piece.file == last.file
             and piece.run.source == last.run.source + last.run.length

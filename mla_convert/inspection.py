@@ -107,7 +107,7 @@ def inspect_document(catalogue: Catalogue, blocks: Sequence[AttentionBlock]) -> 
     sizes = tensor_parallel_sizes(catalogue, blocks)
     layouts = {block.layout for block in blocks}
     return {
-        "path": str(catalogue.root),
+        "path": catalogue.label,
         "format": "huggingface",
         "model_type": config.get("model_type"),
         "text_model_type": text.get("model_type"),

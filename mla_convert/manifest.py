@@ -30,7 +30,7 @@ _MAX_RESTORED = 1 << 30
 
 def pack(data: bytes) -> str:
     """Bytes as compressed base64 text."""
-    return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
+    return base64.b64encode(zlib.compress(data, 6)).decode("ascii")
 
 
 def unpack(text: Any, where: str) -> bytes:
@@ -97,10 +97,20 @@ class Manifest:
         where = str(self.path)
         return {name: unpack(text, where) for name, text in self.value["restore"][kind].items()}
 
-    def source_folder(self) -> Path | None:
-        """The original checkpoint, if it still lies where it lay and its files have the recorded sizes."""
+    @property
+    def source_origin(self) -> str | None:
+        """``hf://org/name@commit`` if the original is on the Hub, where it can't have changed."""
+        path: str = self.value["source"]["path"]
+        return path if path.startswith("hf://") else None
+
+    def source_folder(self, at: Path | None = None) -> Path | None:
+        """The original checkpoint, if it still lies where it lay and its files have the recorded sizes.
+
+        Args:
+            at: Where to look instead, such as the Hub's cache.
+        """
         recorded = self.value["source"]
-        path: Path = (self.path.parent / recorded["path"]).resolve()
+        path = at or (self.path.parent / recorded["path"]).resolve()
         for name, (size, _) in recorded["files"].items():
             try:
                 if (path / name).stat().st_size != size:

@@ -96,7 +96,15 @@ class TargetTensor:
     @property
     def is_carried(self) -> bool:
         """True if it is one source tensor under its own name, whole."""
-        return len(self.pieces) == 1 and self.pieces[0] == whole(self.spec)
+        if len(self.pieces) != 1:
+            return False
+        piece, spec = self.pieces[0], self.spec
+        return (
+            isinstance(piece, Copy)
+            and piece.source == spec.name
+            and piece.box == spec.full_box()
+            and not any(piece.at)
+        )
 
     def describe(self) -> dict[str, Any]:
         """Canonical form; a tensor that is carried over whole needs no pieces."""
@@ -122,11 +130,12 @@ class RewrittenFile:
     name: str
     header: bytes
     tensors: tuple[TargetTensor, ...]
+    size: int = field(init=False)
 
-    @property
-    def size(self) -> int:
-        """Size in bytes."""
-        return len(self.header) + sum(target.spec.nbytes for target in self.tensors)
+    def __post_init__(self) -> None:
+        """Work out the size, in bytes, once: a shard may hold thousands of tensors."""
+        size = len(self.header) + sum(target.spec.nbytes for target in self.tensors)
+        object.__setattr__(self, "size", size)
 
     def placed(self) -> Iterator[tuple[TargetTensor, int]]:
         """Every tensor with its absolute offset in the file."""
@@ -221,10 +230,16 @@ class Plan:
         return (t for file in self.rewritten for t in file.tensors if not t.is_carried)
 
     def source_identity(self) -> dict[str, list[int]]:
-        """Size and modification time of every source file that the plan reads."""
+        """Size and modification time of every source file that the plan reads.
+
+        A commit on the Hub never changes, and when its files were downloaded says nothing: their time is 0.
+        """
         identities = {f.name: f.identity for f in self.catalogue.files.values()}
         identities |= {f.name: f.identity for f in self.catalogue.others}
-        return {name: [found.size, found.mtime_ns] for name, found in sorted(identities.items())}
+        pinned = self.catalogue.origin is not None
+        return {
+            name: [found.size, 0 if pinned else found.mtime_ns] for name, found in sorted(identities.items())
+        }
 
     def describe(self) -> dict[str, Any]:
         """The plan as plain data: what ``--dry-run --json`` prints and what the hash is taken over."""
@@ -232,13 +247,15 @@ class Plan:
             "version": PLAN_VERSION,
             "operation": self.operation,
             "options": dict(self.options),
+            **({"origin": self.catalogue.origin} if self.catalogue.origin else {}),
             "source": self.source_identity(),
             "rewritten": [
                 {
                     "name": file.name,
                     "size": file.size,
                     "header_sha256": hashlib.sha256(file.header).hexdigest(),
-                    "tensors": [target.describe() for target in file.tensors],
+                    # The header holds the name, dtype and shape of the others.
+                    "tensors": [target.describe() for target in file.tensors if not target.is_carried],
                 }
                 for file in self.rewritten
             ],

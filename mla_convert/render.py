@@ -90,7 +90,7 @@ def show_conversion(console: RichConsole, result: Conversion) -> None:
             pairs.append(("resumed", f"{_count(report.resumed_files, 'file')} finished by an earlier run"))
         pairs.append(("time", format_duration(report.seconds) if report.seconds >= 1 else "under a second"))
     pairs.append(("plan", plan.digest()))
-    console.print(facts(pairs, title=f"{done} {plan.catalogue.root}"))
+    console.print(facts(pairs, title=f"{done} {plan.catalogue.label}"))
     if report is not None and plan.operation == "split":
         console.print(f"\nnext: mla-convert verify {shell_word(str(result.output))}")
 

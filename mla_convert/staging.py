@@ -209,6 +209,7 @@ class Staging:
             "operation": self._plan.operation,
             "options": dict(self._plan.options),
             "version": __version__,
+            "origin": self._plan.catalogue.origin,
             "source": self._plan.source_identity(),
         }
 
@@ -228,7 +229,7 @@ class Staging:
             return
         differs = [
             f"{key}: was {_brief(found.get(key))}, now {_brief(head[key])}"
-            for key in ("operation", "options", "version")
+            for key in ("operation", "options", "version", "origin")
             if found.get(key) != head[key]
         ]
         then, now = found.get("source"), head["source"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 #: Bits per element of every dtype that safetensors names. Sub-byte types are packed, lowest bits first.
@@ -54,7 +55,7 @@ class TensorSpec:
     @property
     def nbytes(self) -> int:
         """Stored size in bytes, row-major and packed."""
-        return (self.numel * DTYPE_BITS[self.dtype] + 7) // 8
+        return _stored_nbytes(self.dtype, self.shape)
 
     @property
     def row_nbytes(self) -> int:
@@ -63,7 +64,20 @@ class TensorSpec:
 
     def full_box(self) -> Box:
         """The box that covers the whole tensor."""
-        return tuple((0, size) for size in self.shape)
+        return _whole_box(self.shape)
+
+
+# A checkpoint has 100 000 tensors of a few dozen shapes: what follows from a shape is worked out once.
+
+
+@lru_cache(maxsize=4096)
+def _stored_nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return (prod(shape) * DTYPE_BITS[dtype] + 7) // 8
+
+
+@lru_cache(maxsize=4096)
+def _whole_box(shape: tuple[int, ...]) -> Box:
+    return tuple((0, size) for size in shape)
 
 
 def rows(spec: TensorSpec, start: int, stop: int) -> Box:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,60 @@ from mla_convert.strict_json import MAX_BYTES, open_regular, parse_json, read_up
 
 MANIFEST_NAME = "mla-convert.json"
 INDEX_SUFFIX = ".safetensors.index.json"
-_CONFIG_NAMES = ("config.json", "params.json")
+CONFIG_NAMES = ("config.json", "params.json")
 _SHARD = re.compile(r"(.*?)(\d+)-of-(\d+)\.safetensors")
 _RANK = re.compile(r"model\d+-mp(\d+)\.safetensors")
 _MEGATRON = re.compile(r"\.metadata$|latest_checkpointed_iteration\.txt$|mp_rank_\d|iter_\d|.*\.distcp$")
 _SKIPPED_FOLDERS = frozenset({".git", ".cache", ".huggingface", "__pycache__"})
+
+
+class Folder:
+    """Where the files of a checkpoint are: on disk, under ``root``. Names are relative to it, with slashes.
+
+    ``hub_source`` answers the same questions for a repository whose weights are not here.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    def entries(self) -> list[str]:
+        """What is at the top, in order."""
+        return _entries(self.root)
+
+    def walk(self) -> Iterator[str]:
+        """Every file that a conversion has to account for."""
+        return _walk(self.root, "")
+
+    def weights(self, name: str) -> SourceFile:
+        """A weight file, with its header."""
+        path = self.root / name
+        return SourceFile(name, path, read_header(path), identify(path))
+
+    def other(self, name: str) -> OtherFile:
+        """A file that is carried over as it is."""
+        path = self.root / name
+        status = _status(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise BadInputError(
+                f"{path} is a {_kind(status.st_mode)}, not a file that can be carried over",
+                hint="move it out of the checkpoint",
+            )
+        return OtherFile(name, path, identify(path))
+
+
+def no_such_path(path: Path) -> UsageError:
+    """What to say where nothing is; a repository's name is easily taken for a path."""
+    is_repository = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(path)) is not None
+    hint = f"if you mean the repository on the Hub: hf://{path}" if is_repository else None
+    return UsageError(f"{path} does not exist", hint=hint)
+
+
+def is_skipped(name: str) -> bool:
+    """True for a file in a folder that is no part of a checkpoint, such as ``.git``."""
+    return not _SKIPPED_FOLDERS.isdisjoint(name.split("/")[:-1])
 
 
 def open_checkpoint(path: Path) -> Catalogue:
@@ -41,28 +91,35 @@ def open_checkpoint(path: Path) -> Catalogue:
         CannotError: It is a checkpoint of a kind this reader does not handle.
     """
     if not os.path.lexists(path):
-        raise UsageError(f"{path} does not exist")
+        raise no_such_path(path)
     if path.name.endswith(INDEX_SUFFIX) and path.is_file():
         path = path.parent
     if not path.is_dir():
         return _open_file(path)
-    path = _snapshot(path)
-    names = _weight_names(path)
-    index = _read_index(path)
-    weights, warnings = _indexed(path, names, index) if index else (names, [])
+    return read_catalogue(Folder(_snapshot(path)))
+
+
+def read_catalogue(folder: Folder) -> Catalogue:
+    """The inventory of the checkpoint in a folder; errors are those of :func:`open_checkpoint`."""
+    names = _weight_names(folder)
+    index = _read_index(folder)
+    weights, warnings = _indexed(folder, names, index) if index else (names, [])
     if not index:
-        _require_whole_series(path, names)
-    files = {name: _source_file(path, name) for name in sorted(weights)}
+        _require_whole_series(folder, names)
+    files = {name: folder.weights(name) for name in sorted(weights)}
     tensors = _tensors(files, index)
     if index:
         _check_index(index, tensors)
-    others, more = _others(path, files, index)
+        index.value["weight_map"] = {
+            sys.intern(name): file for name, file in index.value["weight_map"].items()
+        }
+    others, more = _others(folder, files, index)
     return Catalogue(
-        root=path,
+        root=folder.root,
         single_file=False,
         files=files,
         tensors=tensors,
-        config=_read_config(path),
+        config=_read_config(folder.root),
         index=index,
         others=others,
         warnings=(*warnings, *more),
@@ -75,7 +132,7 @@ def _open_file(path: Path) -> Catalogue:
             f"{path} is not a .safetensors file or a folder",
             hint="give the checkpoint's folder, or one .safetensors file",
         )
-    files = {path.name: _source_file(path.parent, path.name)}
+    files = {path.name: Folder(path.parent).weights(path.name)}
     return Catalogue(
         root=path.parent,
         single_file=True,
@@ -106,27 +163,27 @@ def _snapshot(path: Path) -> Path:
     return found[0]
 
 
-def _weight_names(path: Path) -> list[str]:
-    entries = _entries(path)
+def _weight_names(folder: Folder) -> list[str]:
+    entries = folder.entries()
     names = [name for name in entries if name.endswith(".safetensors")]
     ranks = [name for name in names if (found := _RANK.fullmatch(name)) and int(found[1]) > 1]
     if ranks:
         raise CannotError(
-            f"{path} holds {len(ranks)} tensor-parallel rank files, {ranks[0]} among them",
+            f"{folder} holds {len(ranks)} tensor-parallel rank files, {ranks[0]} among them",
             hint="give the checkpoint that they were made from",
         )
     if names:
         return names
     if any(_MEGATRON.match(name) for name in entries):
-        raise CannotError(f"{path} looks like a Megatron checkpoint, which this version does not read")
+        raise CannotError(f"{folder} looks like a Megatron checkpoint, which this version does not read")
     for suffix, what in ((".bin", "PyTorch pickle"), (".pt", "PyTorch pickle"), (".gguf", "GGUF")):
         if any(name.endswith(suffix) for name in entries):
             raise CannotError(
-                f"{path} holds {what} files and no .safetensors",
+                f"{folder} holds {what} files and no .safetensors",
                 hint="convert it to safetensors first; this tool never unpickles a model",
             )
     raise BadInputError(
-        f"{path} holds no .safetensors files ({len(entries)} entries)", hint="is the download complete?"
+        f"{folder} holds no .safetensors files ({len(entries)} entries)", hint="is the download complete?"
     )
 
 
@@ -135,7 +192,7 @@ def _entries(path: Path) -> list[str]:
         return sorted(entry.name for entry in path.iterdir())
 
 
-def _require_whole_series(path: Path, names: Sequence[str]) -> None:
+def _require_whole_series(folder: Folder, names: Sequence[str]) -> None:
     """Without an index, only their numbers show whether all shards are there."""
     series: dict[tuple[str, int], set[int]] = {}
     for name in names:
@@ -145,35 +202,41 @@ def _require_whole_series(path: Path, names: Sequence[str]) -> None:
     for (stem, count), numbers in series.items():
         if len(numbers) < count:
             raise BadInputError(
-                f"{path}: {stem}*-of-{count} has {len(numbers)} shards of {count}, and there is no index",
+                f"{folder}: {stem}*-of-{count} has {len(numbers)} shards of {count}, and there is no index",
                 hint="download the missing shards and the index before converting",
                 details=[f"shard {number}" for number in sorted(numbers)],
             )
 
 
-def _read_index(path: Path) -> JsonFile | None:
-    found = [name for name in _entries(path) if name.endswith(INDEX_SUFFIX)]
+def _read_index(folder: Folder) -> JsonFile | None:
+    found = [name for name in folder.entries() if name.endswith(INDEX_SUFFIX)]
     if not found:
         return None
     name = "model" + INDEX_SUFFIX if "model" + INDEX_SUFFIX in found else found[0]
     if len(found) > 1 and not name.startswith("model."):
         raise BadInputError(
-            f"{path} has {len(found)} indexes and none is model{INDEX_SUFFIX}",
+            f"{folder} has {len(found)} indexes and none is model{INDEX_SUFFIX}",
             hint="keep the weights of one checkpoint in the folder",
             details=found,
         )
-    index = _read_json_object(path, name)
+    path = folder.root / name
+    index = _read_json_object(folder.root, name)
     weight_map = index.value.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise BadInputError(f"{path / name}: there is no weight_map in it", hint="download the index again")
+        raise BadInputError(f"{path}: there is no weight_map in it", hint="download the index again")
+    safe: dict[str, str] = {}
     for tensor, file in weight_map.items():
-        if not _is_safe_name(file):
+        if isinstance(file, str) and file in safe:
+            weight_map[tensor] = safe[file]  # one string a file, not one a tensor
+        elif _is_safe_name(file):
+            safe[file] = file
+        else:
             raise BadInputError(
-                f"{path / name}: unsafe file name {file!r} for tensor {tensor!r}",
+                f"{path}: unsafe file name {file!r} for tensor {tensor!r}",
                 hint="a weight_map value must be a bare .safetensors file name",
             )
     if not isinstance(index.value.get("metadata", {}), dict):
-        raise BadInputError(f"{path / name}: metadata is not an object")
+        raise BadInputError(f"{path}: metadata is not an object")
     return index
 
 
@@ -187,7 +250,7 @@ def _is_safe_name(name: Any) -> bool:
     )
 
 
-def _indexed(path: Path, names: list[str], index: JsonFile) -> tuple[list[str], list[str]]:
+def _indexed(folder: Folder, names: list[str], index: JsonFile) -> tuple[list[str], list[str]]:
     """The shards that an index names, and a warning for each other one that is no part of the model."""
     weight_map: Mapping[str, str] = index.value["weight_map"]
     wanted = set(weight_map.values())
@@ -195,32 +258,27 @@ def _indexed(path: Path, names: list[str], index: JsonFile) -> tuple[list[str], 
     if missing:
         lost = sum(file in set(missing) for file in weight_map.values())
         raise BadInputError(
-            f"{path}: {len(missing)} of {len(wanted)} shards named by {index.name} are missing "
+            f"{folder}: {len(missing)} of {len(wanted)} shards named by {index.name} are missing "
             f"({lost} tensors)",
             hint="download them before converting",
             details=missing,
         )
     warnings = []
     for name in sorted(set(names) - wanted):
-        tensors = read_header(path / name).tensors
+        tensors = folder.weights(name).header.tensors
         if not tensors:
             wanted.add(name)  # a shard whose tensors a conversion took away: it may come back
             continue
         held = [tensor.spec.name for tensor in tensors if parse_up_projection(tensor.spec.name)]
         if held and not name.startswith("consolidated"):
             raise BadInputError(
-                f"{path / name} is not in {index.name}, but it holds {len(tensors)} tensors, "
+                f"{folder}/{name} is not in {index.name}, but it holds {len(tensors)} tensors, "
                 f"{len(held)} of them KV up-projections",
                 hint="the index is stale, or the file is left over: regenerate the one or remove the other",
                 details=held,
             )
         warnings.append(f"{name} is not in {index.name}; it is carried over unchanged")
     return sorted(wanted), warnings
-
-
-def _source_file(root: Path, name: str) -> SourceFile:
-    path = root / name
-    return SourceFile(name, path, read_header(path), identify(path))
 
 
 def _tensors(files: Mapping[str, SourceFile], index: JsonFile | None) -> dict[str, SourceTensor]:
@@ -271,28 +329,22 @@ def _read_json_object(root: Path, name: str) -> JsonFile:
 
 
 def _read_config(root: Path) -> JsonFile | None:
-    for name in _CONFIG_NAMES:
+    for name in CONFIG_NAMES:
         if os.path.lexists(root / name):
             return _read_json_object(root, name)
     return None
 
 
 def _others(
-    root: Path, files: Mapping[str, SourceFile], index: JsonFile | None
+    folder: Folder, files: Mapping[str, SourceFile], index: JsonFile | None
 ) -> tuple[tuple[OtherFile, ...], list[str]]:
     """Every file that is neither weights nor rewritten, found recursively; our own manifest is not carried."""
     taken = {*files, MANIFEST_NAME, *([index.name] if index else [])}
     others, warnings = [], []
-    for name in _walk(root, ""):
+    for name in folder.walk():
         if name in taken:
             continue
-        status = _status(root / name)
-        if not stat.S_ISREG(status.st_mode):
-            raise BadInputError(
-                f"{root / name} is a {_kind(status.st_mode)}, not a file that can be carried over",
-                hint="move it out of the checkpoint",
-            )
-        others.append(OtherFile(name, root / name, identify(root / name)))
+        others.append(folder.other(name))
         if "/" not in name and name.endswith(".index.json"):
             warnings.append(f"{name} is carried over unchanged")
     return tuple(others), warnings
