@@ -95,8 +95,12 @@ class Outcome:
     skipped: str | None = None
 
 
-def run(size: int, directory: Path, rounds: int, *, keep_cache: bool = False) -> Outcome:
+def run(
+    size: int, directory: Path, rounds: int, *, keep_cache: bool = False, only: str | None = None
+) -> Outcome:
     """Run the benchmark in a new folder inside ``directory``, and remove that folder.
+
+    ``only`` leaves out one of the file systems: ``plain`` measures under ``directory``, ``reflink`` on the XFS.
 
     Raises:
         BenchmarkError: A command failed, or the space does not suffice.
@@ -109,12 +113,16 @@ def run(size: int, directory: Path, rounds: int, *, keep_cache: bool = False) ->
     with tempfile.TemporaryDirectory(prefix="mla-benchmark-", dir=directory) as folder:
         work = Path(folder)
         plain = work / "plain"
-        outcome = Outcome(_make(plain / "model", size), not keep_cache and _drop_caches())
-        _measure_plain(plain, size, rounds, outcome)
-        shutil.rmtree(plain)
+        outcome = Outcome({}, not keep_cache and _drop_caches())
+        if only != "reflink":
+            outcome.checkpoint = _make(plain / "model", size)
+            _measure_plain(plain, size, rounds, outcome)
+            shutil.rmtree(plain)
         try:
+            if only == "plain":
+                raise _SkippedError("left out as asked")
             with _reflink_file_system(work, 2 * size + (2 << 30)) as root:
-                _make(root / "model", size)
+                outcome.checkpoint = _make(root / "model", size)
                 _measure_reflink(root, rounds, outcome)
         except _SkippedError as reason:
             outcome.skipped = str(reason)
@@ -378,6 +386,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, help="where to work; default: the folder for temporary files")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each command (default 3)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the table")
+    parser.add_argument("--only", choices=("plain", "reflink"), help="measure on one of the file systems")
     parser.add_argument("--keep-cache", action="store_true", help="leave the machine's page cache alone")
     parser.add_argument("--json", action="store_true", help="print all samples as JSON, not the table")
     options = parser.parse_args()
@@ -386,14 +395,18 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that mounts and files go away
     try:
         directory = options.dir or Path(tempfile.gettempdir())
-        outcome = run(options.size, directory, options.rounds, keep_cache=options.keep_cache)
+        outcome = run(
+            options.size, directory, options.rounds, keep_cache=options.keep_cache, only=options.only
+        )
     except BenchmarkError as error:
         sys.exit(f"{parser.prog}: {error}")
     size = f"{options.size / 1e9:g}GB"
-    kept = " --keep-cache" if options.keep_cache else ""
+    kept = (f" --only {options.only}" if options.only else "") + (
+        " --keep-cache" if options.keep_cache else ""
+    )
     text = markdown(outcome, f"{parser.prog} --size {size} --rounds {options.rounds}{kept}")
     options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / f"split-{date.today().isoformat()}.md").write_text(text)
+    (options.results / f"split-{size}-{date.today().isoformat()}.md").write_text(text)
     print(json.dumps(document(outcome), indent=2) if options.json else text, end="")
     sys.exit(1 if outcome.different else 0)
 

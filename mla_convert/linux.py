@@ -159,6 +159,16 @@ def _renameat2(source: Path, target: Path, flags: int) -> None:
     _call("renameat2", here, old, here, new, ctypes.c_uint(flags))
 
 
+def sync_filesystem(fd: int) -> None:
+    """syncfs(2), or sync(2) where there is none."""
+    try:
+        _call("syncfs", ctypes.c_int(fd))
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED:
+            raise
+        os.sync()
+
+
 def _call(name: str, *arguments: ctypes.c_int | ctypes.c_uint | ctypes.c_int64 | ctypes.c_char_p) -> None:
     """Call a C function that returns 0, or sets errno."""
     _require_linux()

@@ -92,6 +92,11 @@ def check_replaceable(target: Path, *, overwrite: bool) -> None:
         )
 
 
+def staging_folder(target: Path) -> Path:
+    """Where an output grows."""
+    return target.parent / f".{target.name}.mla-convert-partial"
+
+
 def finished_already(target: Path, digest: str) -> bool:
     """True if ``target`` is the complete output of the plan with this digest."""
     manifest = _manifest_of(target)
@@ -130,7 +135,7 @@ class Staging:
 
     def __init__(self, target: Path, plan: Plan, *, restart: bool, overwrite: bool) -> None:
         self.target = target
-        self.root = target.parent / f".{target.name}.mla-convert-partial"
+        self.root = staging_folder(target)
         self.files = self.root / "files"
         self.digest = plan.digest()
         self.already_done = False
@@ -266,26 +271,31 @@ class Staging:
     # Working
 
     def record(self, name: str, *, way: str, sha256: str | None) -> None:
-        """Journal one finished file, which must be complete and flushed under its final name in ``files``."""
+        """Journal one finished file, which must be complete under its final name in ``files``.
+
+        Bytes that were moved must have been flushed, and so is their line. Links are made again in no time, should
+        the power fail before ``publish`` flushes them all.
+        """
         modified = (self.files / name).stat().st_mtime_ns
-        self._append({"file": name, "mtime_ns": modified, "way": way, "sha256": sha256})
+        entry = {"file": name, "mtime_ns": modified, "way": way, "sha256": sha256}
+        self._append(entry, flush=way in ("rewrite", "copy"))
         self._is_worth_keeping = True
 
-    def _append(self, entry: Mapping[str, Any]) -> None:
+    def _append(self, entry: Mapping[str, Any], *, flush: bool = True) -> None:
         line = _line(entry)
         with self._writing, storage.os_errors(self.root / "journal", "write"):
             while line:
                 line = line[os.write(self._journal, line) :]
-            storage.fsync_fd(self._journal)
+            if flush:
+                storage.fsync_fd(self._journal)
 
     def publish(self) -> list[Path]:
-        """Flush every folder, give ``files`` its final name, and clean up.
+        """Flush everything, give ``files`` its final name, and clean up.
 
         Returns:
             What could not be cleaned up; the output is complete all the same.
         """
-        for folder, _, _ in os.walk(self.files, topdown=False):
-            storage.fsync_directory(Path(folder))
+        storage.sync_filesystem(self.files)
         check_replaceable(self.target, overwrite=self._overwrite)
         with storage.os_errors(self.target, "replace"):
             if self.target.is_dir() and not any(self.target.iterdir()):

@@ -151,8 +151,9 @@ def clone_file(source: Path, target: Path, mode: LinkMode, *, on_bytes: OnBytes)
     """Give the whole of ``source`` to ``target``, which must not exist while its folder does.
 
     Links in ``source`` are followed (a Hugging Face snapshot is links into a folder of blobs). Whichever way
-    it went, the data is on disk afterwards and ``on_bytes`` has been told the full size; a target that failed
-    is gone. A target that is a file of its own has mode 0666 less the umask.
+    it went, ``on_bytes`` has been told the full size, and a target that failed is gone. A copy is on disk
+    afterwards; a reflink or hard link is once the file system was flushed (`sync_filesystem`). A target that is
+    a file of its own has mode 0666 less the umask.
 
     Returns:
         How it was done.
@@ -173,7 +174,7 @@ def clone_file(source: Path, target: Path, mode: LinkMode, *, on_bytes: OnBytes)
     try:
         size = os.fstat(source_fd).st_size
         ways: dict[Way, Callable[[], None]] = {
-            "reflink": lambda: _create(target, share),
+            "reflink": lambda: _create(target, share, flush=False),
             "hard": lambda: _hard_link(source, source_fd, target),
             "copy": lambda: _create(target, copy),
         }
@@ -195,13 +196,14 @@ def clone_file(source: Path, target: Path, mode: LinkMode, *, on_bytes: OnBytes)
         os.close(source_fd)
 
 
-def _create(target: Path, fill: Callable[[int], None]) -> None:
+def _create(target: Path, fill: Callable[[int], None], *, flush: bool = True) -> None:
     """Create a file, fill it through its descriptor, and fsync it; if that fails it is gone again."""
     fd = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try:
             fill(fd)
-            fsync_fd(fd)
+            if flush:
+                fsync_fd(fd)
         finally:
             os.close(fd)
     except BaseException:
@@ -366,6 +368,16 @@ def fsync_fd(fd: int) -> bool:
     return True
 
 
+def sync_filesystem(path: Path) -> None:
+    """Flush the whole file system that holds the folder ``path``: one wait for any number of new links."""
+    with os_errors(path, "flush"):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            linux.sync_filesystem(fd)
+        finally:
+            os.close(fd)
+
+
 def fsync_directory(path: Path) -> bool:
     """Flush a folder's entries to disk, so that its names survive a power cut.
 
@@ -490,6 +502,12 @@ def free_bytes(path: Path) -> int | None:
     with os_errors(path, "examine"):
         status = os.statvfs(_nearest_existing(path))
     return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+
+def on_same_disk(a: Path, b: Path) -> bool:
+    """Whether what is written at ``a`` and at ``b`` takes space of one file system. Neither has to exist."""
+    with os_errors(a, "compare"):
+        return _nearest_existing(a).stat().st_dev == _nearest_existing(b).stat().st_dev
 
 
 def preflight(target_parent: Path, need: int) -> None:
