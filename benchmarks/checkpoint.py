@@ -6,7 +6,8 @@ What stays as in the model: its 163 shards in nine groups of whole layers, the l
 than the rest; all tensor names in their order; FP8 weights with an F32 scale for each block of 128 × 128, one scale
 in another shard than its weight; the MTP layer; the index, whose ``total_size`` is twice the truth. What shrinks:
 hidden size, ranks, heads and vocabulary, each by the same factor, so that the KV up-projections keep their share of
-the bytes. Below 256 MB there are also fewer experts.
+the bytes. Below 256 MB there are also fewer experts, and with ``--experts`` at any size: a small checkpoint with all
+256 has as many tensors as the model in a hundredth of its bytes, one with 8 has tensors of about the model's size.
 
 The bytes are pseudo-random and the same each time: windows into one random block for each dtype, so that writing
 is as fast as the disk and memory stays small.
@@ -155,9 +156,10 @@ def _layer(layer: int, dims: Dims) -> Iterator[Tensor]:
         yield plain("shared_head.head.weight", dims.vocabulary, hidden)
 
 
-def fit(size: int) -> Dims:
-    """The largest dimensions whose weights are within ``size`` bytes."""
-    experts = min(EXPERTS, max(8, EXPERTS * size // 256_000_000))
+def fit(size: int, experts: int | None = None) -> Dims:
+    """The largest dimensions whose weights are within ``size`` bytes, with all experts a layer or with fewer."""
+    if experts is None:
+        experts = min(EXPERTS, max(8, EXPERTS * size // 256_000_000))
     low, high = 1e-4, 4.0
     for _ in range(30):
         middle = (low + high) / 2
@@ -255,7 +257,7 @@ def header(tensors: Sequence[Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write(directory: Path, size: int) -> dict[str, int]:
+def write(directory: Path, size: int, experts: int | None = None) -> dict[str, int]:
     """Write a checkpoint of about ``size`` bytes into ``directory``, which must be new or empty.
 
     Returns:
@@ -266,7 +268,7 @@ def write(directory: Path, size: int) -> dict[str, int]:
     """
     if directory.exists() and any(directory.iterdir()):
         raise ValueError(f"{directory} is not empty")
-    dims = fit(size)
+    dims = fit(size, experts)
     plan = shards(dims)
     directory.mkdir(parents=True, exist_ok=True)
     source = Bytes(max(tensor.nbytes for shard in plan for tensor in shard))
@@ -373,11 +375,12 @@ def main() -> None:
     parser.add_argument(
         "--size", type=size_argument, default="8GB", help="bytes of weights, such as 8GB (default)"
     )
+    parser.add_argument("--experts", type=int, help="experts a layer; default 256, as in the model")
     parser.add_argument("--json", action="store_true", help="print the counts as JSON")
     options = parser.parse_args()
     started = time.perf_counter()
     try:
-        counts = write(options.out, options.size)
+        counts = write(options.out, options.size, options.experts)
     except ValueError as error:
         parser.error(str(error))
     seconds = time.perf_counter() - started

@@ -96,7 +96,13 @@ class Outcome:
 
 
 def run(
-    size: int, directory: Path, rounds: int, *, keep_cache: bool = False, only: str | None = None
+    size: int,
+    directory: Path,
+    rounds: int,
+    *,
+    keep_cache: bool = False,
+    only: str | None = None,
+    experts: int | None = None,
 ) -> Outcome:
     """Run the benchmark in a new folder inside ``directory``, and remove that folder.
 
@@ -115,14 +121,14 @@ def run(
         plain = work / "plain"
         outcome = Outcome({}, not keep_cache and _drop_caches())
         if only != "reflink":
-            outcome.checkpoint = _make(plain / "model", size)
-            _measure_plain(plain, size, rounds, outcome)
+            outcome.checkpoint = _make(plain / "model", size, experts)
+            _measure_plain(plain, size, rounds, outcome, experts)
             shutil.rmtree(plain)
         try:
             if only == "plain":
                 raise _SkippedError("left out as asked")
             with _reflink_file_system(work, 2 * size + (2 << 30)) as root:
-                outcome.checkpoint = _make(root / "model", size)
+                outcome.checkpoint = _make(root / "model", size, experts)
                 _measure_reflink(root, rounds, outcome)
         except _SkippedError as reason:
             outcome.skipped = str(reason)
@@ -130,14 +136,14 @@ def run(
     return outcome
 
 
-def _measure_plain(root: Path, size: int, rounds: int, outcome: Outcome) -> None:
+def _measure_plain(root: Path, size: int, rounds: int, outcome: Outcome, experts: int | None) -> None:
     copy = Contender("cp -r", ("cp", "-r", root / "model", root / "copied"), root / "copied")
     split = _tool("split", root / "model", root / "split")
     moved = _tool("split", root / "model", root / "moved", "--link", "copy")
     series = _alternate(root, [copy, split, moved], rounds, outcome)
     _remove(copy.output, moved.output)
     _round_trip(root, outcome)
-    small = _make(root / "small", size // 8)
+    small = _make(root / "small", size // 8, experts)
     peak = _once(_tool("split", root / "small", root / "small-split"), root, outcome).peak
     whole = outcome.checkpoint
     for counts, found in ((small, peak), (whole, int(max(sample.peak for sample in series[1].samples)))):
@@ -243,9 +249,11 @@ def _remove(*folders: Path) -> None:
             shutil.rmtree(folder)
 
 
-def _make(folder: Path, size: int) -> dict[str, int]:
+def _make(folder: Path, size: int, experts: int | None) -> dict[str, int]:
     """Make a checkpoint in a process of its own, so that this one's memory stays small."""
-    command = (sys.executable, "-m", "benchmarks.checkpoint", str(folder), "--size", str(size), "--json")
+    command = [sys.executable, "-m", "benchmarks.checkpoint", str(folder), "--size", str(size), "--json"]
+    if experts is not None:
+        command += ["--experts", str(experts)]
     made = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
     if made.returncode:
         raise BenchmarkError(f"cannot make the checkpoint: {made.stderr.strip()}")
@@ -387,6 +395,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each command (default 3)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the table")
     parser.add_argument("--only", choices=("plain", "reflink"), help="measure on one of the file systems")
+    parser.add_argument("--experts", type=int, help="experts a layer; default 256, as in the model")
     parser.add_argument("--keep-cache", action="store_true", help="leave the machine's page cache alone")
     parser.add_argument("--json", action="store_true", help="print all samples as JSON, not the table")
     options = parser.parse_args()
@@ -396,17 +405,26 @@ def main() -> None:
     try:
         directory = options.dir or Path(tempfile.gettempdir())
         outcome = run(
-            options.size, directory, options.rounds, keep_cache=options.keep_cache, only=options.only
+            options.size,
+            directory,
+            options.rounds,
+            keep_cache=options.keep_cache,
+            only=options.only,
+            experts=options.experts,
         )
     except BenchmarkError as error:
         sys.exit(f"{parser.prog}: {error}")
     size = f"{options.size / 1e9:g}GB"
-    kept = (f" --only {options.only}" if options.only else "") + (
-        " --keep-cache" if options.keep_cache else ""
-    )
+    kept = (
+        (f" --experts {options.experts}" if options.experts else "")
+        + (f" --only {options.only}" if options.only else "")
+    ) + (" --keep-cache" if options.keep_cache else "")
     text = markdown(outcome, f"{parser.prog} --size {size} --rounds {options.rounds}{kept}")
     options.results.mkdir(parents=True, exist_ok=True)
-    (options.results / f"split-{size}-{date.today().isoformat()}.md").write_text(text)
+    (
+        options.results
+        / f"split-{size}{kept.replace(' --', '-').replace(' ', '')}-{date.today().isoformat()}.md"
+    ).write_text(text)
     print(json.dumps(document(outcome), indent=2) if options.json else text, end="")
     sys.exit(1 if outcome.different else 0)
 

@@ -6,22 +6,24 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mla_convert import storage
 from mla_convert.catalogue import Catalogue, OtherFile, SourceFile
 from mla_convert.combining import CombineOptions, plan_combine
 from mla_convert.engine import RunOptions, RunReport, run_plan
 from mla_convert.errors import BadInputError, UsageError
-from mla_convert.formats.huggingface import INDEX_SUFFIX, open_checkpoint
+from mla_convert.formats.huggingface import INDEX_SUFFIX, MANIFEST_NAME, no_such_path, open_checkpoint
 from mla_convert.geometry import AttentionBlock, find_blocks
+from mla_convert.hub_source import HubCheckpoint, HubId, cache_folder, hub_id
 from mla_convert.inspection import describe_group, group_blocks, inspect_document
 from mla_convert.manifest import read_manifest
 from mla_convert.plan import Plan
 from mla_convert.progress import Progress, SilentProgress
 from mla_convert.splitting import SplitOptions, plan_split
-from mla_convert.staging import check_replaceable, check_target, finished_already
+from mla_convert.staging import check_replaceable, check_target, finished_already, staging_folder
 from mla_convert.storage import plain
 
 
@@ -47,6 +49,7 @@ class Conversion:
         document: dict[str, Any] = {
             "command": plan.operation,
             "dry_run": report is None,
+            "source": plan.catalogue.label,
             "output": str(self.output),
             "plan": plan.digest(),
             "layout": plan.manifest["layout"],
@@ -89,18 +92,29 @@ def default_output(source: Path, suffix: str) -> Path:
     return name.with_name((name.stem if name.is_file() else name.name) + suffix)
 
 
-def inspect(source: Path, *, trust_shapes: bool = False) -> tuple[Catalogue, dict[str, Any]]:
+def inspect(
+    source: str | Path, *, trust_shapes: bool = False, progress: Progress | None = None
+) -> tuple[Catalogue, dict[str, Any]]:
     """Read a checkpoint's inventory and describe it, reading no weight.
 
+    Args:
+        source: A Hugging Face checkpoint folder, one ``.safetensors`` file, or ``hf://org/name[@revision]``.
+        trust_shapes: Let tensor shapes win where the configuration contradicts them.
+        progress: Who is told about headers read from the Hub.
+
     Raises:
-        MlaConvertError: As :func:`open_checkpoint` and :func:`find_blocks` do.
+        MlaConvertError: As :func:`open_checkpoint` and :func:`find_blocks` do; HubError besides.
     """
-    catalogue = open_checkpoint(source)
+    asked = hub_id(source)
+    if asked is not None:
+        catalogue = HubCheckpoint(asked).catalogue(progress or SilentProgress())
+    else:
+        catalogue = open_checkpoint(Path(source))
     return catalogue, inspect_document(catalogue, find_blocks(catalogue, trust_shapes=trust_shapes))
 
 
 def split(
-    source: Path,
+    source: str | Path,
     output: Path | None = None,
     options: SplitOptions | None = None,
     *,
@@ -111,8 +125,9 @@ def split(
     """Split every combined KV up-projection of ``source`` into K and V, into ``output``.
 
     Args:
-        source: A Hugging Face checkpoint folder, or one ``.safetensors`` file.
-        output: The new folder; ``SOURCE-split`` if None.
+        source: A Hugging Face checkpoint folder, one ``.safetensors`` file, or ``hf://org/name[@revision]``, which
+            is downloaded into the Hub's cache first.
+        output: The new folder; ``SOURCE-split`` if None, for the Hub's ``./NAME-split``.
         options: What to do.
         run: How to do it.
         progress: Who is told about progress.
@@ -130,7 +145,7 @@ def split(
 
 
 def combine(
-    source: Path,
+    source: str | Path,
     output: Path | None = None,
     options: CombineOptions | None = None,
     *,
@@ -153,7 +168,7 @@ def combine(
 
 
 def _convert(
-    source: Path,
+    source: str | Path,
     output: Path | None,
     suffix: str,
     make_plan: Callable[[Catalogue], Plan],
@@ -162,25 +177,68 @@ def _convert(
     dry_run: bool,
     trust_shapes: bool,
 ) -> Conversion:
-    run = run or RunOptions()
-    if not os.path.lexists(source):
-        raise UsageError(f"{source} does not exist")
-    if source.name.endswith(INDEX_SUFFIX) and source.is_file():
-        source = source.parent  # an index stands for its folder, which the output must not be in
-    target = output or default_output(source, suffix)
+    run, progress = run or RunOptions(), progress or SilentProgress()
+    asked = hub_id(source)
+    path = _local_source(Path(source)) if asked is None else cache_folder(asked)
+    target = output or (default_output(path, suffix) if asked is None else _default_here(asked, suffix))
     if target.name in ("", ".."):
         target = target.resolve()
-    check_target(source, target, overwrite=run.overwrite)
-    with _without_collector():
-        catalogue = open_checkpoint(source)
+    check_target(path, target, overwrite=run.overwrite)
+
+    def planned(catalogue: Catalogue) -> tuple[Plan, tuple[AttentionBlock, ...]]:
         _check_names(catalogue)
-        plan = make_plan(catalogue)
-        blocks = find_blocks(catalogue, trust_shapes=trust_shapes)
-    if not dry_run:
-        return Conversion(plan, target, blocks, run_plan(plan, target, run, progress or SilentProgress()))
-    if not finished_already(target, plan.digest()):
+        return make_plan(catalogue), find_blocks(catalogue, trust_shapes=trust_shapes)
+
+    checkpoint = None if asked is None else HubCheckpoint(asked)
+    with _without_collector():
+        catalogue = checkpoint.catalogue(progress, (MANIFEST_NAME,)) if checkpoint else open_checkpoint(path)
+        plan, blocks = planned(catalogue)
+    is_finished = finished_already(target, plan.digest())
+    if not is_finished and (dry_run or checkpoint):
         check_replaceable(target, overwrite=run.overwrite)
-    return Conversion(plan, target, blocks, None)
+    if dry_run:
+        return Conversion(plan, target, blocks, None)
+    if checkpoint and not is_finished and checkpoint.missing():  # all that headers can tell is in order
+        run = replace(run, resume_command=_pinned(run.resume_command, checkpoint))
+        _check_space(checkpoint, plan, target)
+        del catalogue, plan, blocks  # they take as much memory as those that follow
+        checkpoint.download(progress, run.resume_command)
+        with _without_collector():
+            plan, blocks = planned(checkpoint.catalogue(progress, (MANIFEST_NAME,)))
+    return Conversion(plan, target, blocks, run_plan(plan, target, run, progress))
+
+
+def _local_source(path: Path) -> Path:
+    if not os.path.lexists(path):
+        raise no_such_path(path)
+    if path.name.endswith(INDEX_SUFFIX) and path.is_file():
+        return path.parent  # an index stands for its folder, which the output must not be in
+    return path
+
+
+def _default_here(asked: HubId, suffix: str) -> Path:
+    """``./NAME-split``, for a repository that has no place of its own on this disk."""
+    here = Path.cwd()
+    if any(part.startswith("models--") for part in here.parts):
+        raise UsageError(
+            "this folder lies in the Hub's cache, where no output should be", hint="choose an output with -o"
+        )
+    return here / (asked.name + suffix)
+
+
+def _pinned(command: str | None, checkpoint: HubCheckpoint) -> str | None:
+    """The command that goes on with this commit, also if the branch moves on."""
+    return command and command.replace(str(checkpoint.asked), checkpoint.origin)
+
+
+def _check_space(checkpoint: HubCheckpoint, plan: Plan, target: Path) -> None:
+    """Refuse before a long download what is known not to fit; the engine looks again, with all details."""
+    if storage.on_same_disk(checkpoint.root, target.parent):
+        checkpoint.check_space(more=sum(tensor.spec.nbytes for tensor in plan.changed))
+        return
+    checkpoint.check_space()
+    if not staging_folder(target).exists():  # else part of it is there already
+        storage.preflight(target.parent, plan.bytes_total)
 
 
 @contextmanager

@@ -30,6 +30,10 @@ from mla_convert.storage import LinkMode, plain
 if TYPE_CHECKING:
     from mla_convert.api import Conversion
 
+    Location = Path | str  # a str is hf://org/name[@revision]
+else:
+    Location = Path  # Typer knows no unions; the parser decides
+
 app = typer.Typer(
     name="mla-convert",
     no_args_is_help=True,
@@ -56,11 +60,28 @@ Color = Annotated[
         "--color", help="When to use colour; NO_COLOR and FORCE_COLOR are honoured.", metavar="WHEN"
     ),
 ]
+
+
+def _location(text: str) -> Location:
+    return text if text.startswith("hf://") else Path(text)
+
+
 Source = Annotated[
-    Path, typer.Argument(help="A checkpoint folder, or one .safetensors file.", metavar="PATH")
+    Location,
+    typer.Argument(
+        help="A checkpoint folder, one .safetensors file, or hf://org/name[@revision] on the Hub.",
+        metavar="PATH",
+        parser=_location,
+    ),
 ]
 Output = Annotated[
-    Path | None, typer.Option("-o", "--output", help="Folder to write; default: beside PATH.", metavar="OUT")
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        help="Folder to write; default: beside PATH, or here if that is hf://.",
+        metavar="OUT",
+    ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and write nothing.")]
 Overwrite = Annotated[
@@ -160,7 +181,7 @@ def inspect(
         from mla_convert import api
         from mla_convert.render import show_inspection
 
-        _, document = api.inspect(path, trust_shapes=trust_shapes)
+        _, document = api.inspect(path, trust_shapes=trust_shapes, progress=console.progress())
         for warning in document["warnings"]:
             console.warning(warning)
         console.result(document, human=lambda out: show_inspection(out, document), quiet=document["layout"])
@@ -250,16 +271,22 @@ def combine(
 @app.command("verify")
 def verify_command(
     path: Annotated[
-        Path | None,
+        Location | None,
         typer.Argument(
-            help="A checkpoint; without one: the checkpoint in this folder, else the built-in demo model.",
+            help="A checkpoint, hf://org/name[@revision] too; without one: the checkpoint in this folder, else the "
+            "built-in demo model.",
             metavar="PATH",
+            parser=_location,
         ),
     ] = None,
     against: Annotated[
-        Path | None,
+        Location | None,
         typer.Option(
-            "--against", help="The original to compare with; default: where the manifest says it was."
+            "--against",
+            help="The original to compare with, hf://org/name[@revision] too; default: where the manifest says it "
+            "was.",
+            metavar="PATH",
+            parser=_location,
         ),
     ] = None,
     tp: Annotated[
@@ -376,6 +403,62 @@ def demo(
         )
         if not result.passed:
             raise DifferenceError("the demo found a difference", details=result.failures)
+
+
+@app.command("push")
+def push_command(
+    path: Annotated[Path, typer.Argument(help="An output of split or combine.", metavar="PATH")],
+    repo_id: Annotated[
+        str, typer.Argument(help="The repository, USER/NAME; created if it is missing.", metavar="REPO_ID")
+    ],
+    revision: Annotated[
+        str,
+        typer.Option("--revision", help="Branch to commit to; created if it is missing.", metavar="BRANCH"),
+    ] = "main",
+    create_pr: Annotated[
+        bool, typer.Option("--create-pr", help="Open a pull request instead of committing to the branch.")
+    ] = False,
+    private: Annotated[
+        bool | None,
+        typer.Option(
+            "--private/--public",
+            help="Visibility of a new repository; default: the Hub's.",
+            show_default=False,
+        ),
+    ] = None,
+    message: Annotated[
+        str | None, typer.Option("--message", help="First line of the commit.", metavar="TEXT")
+    ] = None,
+    card: Annotated[
+        bool, typer.Option("--card/--no-card", help="Write a section about the conversion into README.md.")
+    ] = True,
+    unverified: Annotated[
+        bool, typer.Option("--unverified", help="Push without a passed verification; the card says so.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the files and ask the Hub, and change nothing.")
+    ] = False,
+    json: Json = False,
+    quiet: Quiet = 0,
+    verbose: Verbose = 0,
+    color: Color = "auto",
+) -> None:
+    """Push exactly the verified files to the Hugging Face Hub, in one commit.
+
+    Sends what the manifest lists and nothing else, after checking every file against it. Run again after an
+    interruption, it sends only what is missing; with nothing to send it makes no commit. HF_TOKEN, HF_ENDPOINT,
+    HF_HOME and HF_HUB_OFFLINE work as they do for hf.
+    """
+    console = Console.create(json=json, quiet=quiet, verbose=verbose, color=color)
+    with reporting(console):
+        from mla_convert.push import PushOptions, push
+        from mla_convert.render import show_push
+
+        options = PushOptions(revision, create_pr, private, message, card, unverified, dry_run)
+        result = push(path, repo_id, options, console.progress())
+        for warning in result.warnings:
+            console.warning(warning)
+        console.result(result.document(), human=lambda out: show_push(out, result), quiet=result.url)
 
 
 def parse_layers(text: str) -> tuple[int, ...]:

@@ -91,7 +91,9 @@ def run_demo(output: Path | None = None, *, tp: int = 8, progress: Progress | No
 
 
 @contextmanager
-def checkpoint_or_demo(path: Path | None, say: Callable[[str], None]) -> Iterator[tuple[Path, Path | None]]:
+def checkpoint_or_demo(
+    path: str | Path | None, say: Callable[[str], None]
+) -> Iterator[tuple[str | Path, Path | None]]:
     """The checkpoint to verify and, for the demo model, its original; says which one it chose.
 
     Without ``path`` it is the checkpoint in the current folder, and where there is none the built-in demo model,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console as RichConsole
 
     from mla_convert.demo import DemoResult
+    from mla_convert.push import PushResult
     from mla_convert.verification.result import LayerResult, VerifyReport
 
 _WAYS = {
@@ -189,6 +190,32 @@ def show_demo(console: RichConsole, result: DemoResult) -> None:
         console.print(f"kept in {result.original.parent}")
     outcome = "✓ demo passed" if result.passed else "✗ demo FAILED"
     console.print(f"\n{outcome}: split, verified and combined in {format_duration(result.seconds)}")
+
+
+def show_push(console: RichConsole, result: PushResult) -> None:
+    """The result of ``push``, planned or done."""
+    options, planned = result.options, result.options.dry_run
+    where = result.repo_id + ("" if options.revision == "main" else f" ({options.revision})")
+    lead = "would push" if planned else "push" if result.committed else "push: nothing to do for"
+    there = len(result.files) - len(result.outgoing)
+    sent = f"{_count(len(result.outgoing), 'file')}, {format_bytes(result.bytes_outgoing)}"
+    pairs: list[tuple[str, object]] = [
+        ("repository", result.repository_url + (", new" if result.created else "")),
+        ("files", f"{_count(len(result.files), 'file')}, {format_bytes(result.bytes_total)}"),
+        ("to send" if planned else "sent", sent),
+        ("there already", _count(there, "file")),
+        ("verified", "yes" if result.verified else "no"),
+        ("left out", "the source's path in the manifest" if result.withheld else None),
+    ]
+    if result.landed is not None:
+        pairs.append(("commit", result.landed.commit))
+    if not planned:
+        seconds = format_duration(result.seconds) if result.seconds >= 1 else "under a second"
+        pairs.append(("time", seconds))
+    shown = [pair for pair in pairs if pair[1] is not None]
+    console.print(facts(shown, title=f"{lead} {result.path} to {where}"))
+    if result.landed is not None:
+        console.print(f"\n{result.url}")
 
 
 def _count(number: int, noun: str) -> str:

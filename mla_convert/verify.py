@@ -20,6 +20,7 @@ from mla_convert.catalogue import Catalogue, JsonFile
 from mla_convert.errors import BadInputError, CannotError, LocalIOError, MlaConvertError, UsageError
 from mla_convert.formats.huggingface import open_checkpoint
 from mla_convert.geometry import AttentionBlock, find_blocks, layer_config
+from mla_convert.hub_source import HubId, cached_snapshot, downloaded, hub_id
 from mla_convert.manifest import Manifest, read_manifest
 from mla_convert.progress import Progress, SilentProgress
 from mla_convert.strict_json import dump_json
@@ -44,16 +45,17 @@ class ControlFailedError(MlaConvertError):
 
 
 def verify(
-    path: Path,
-    against: Path | None = None,
+    path: str | Path,
+    against: str | Path | None = None,
     options: VerifyOptions | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Verify a checkpoint, against its original where there is one.
 
     Args:
-        path: The checkpoint, combined or split.
-        against: The original. If None, the manifest's source is used if it is still there and unchanged.
+        path: The checkpoint, combined or split; ``hf://org/name[@revision]`` is downloaded into the Hub's cache.
+        against: The original, named likewise. If None, the manifest's source is used if it is still there and
+            unchanged; nothing is downloaded for that.
         options: What to check and how.
         progress: Who is told about progress.
 
@@ -66,8 +68,19 @@ def verify(
         ControlFailedError: The check failed to notice a planted corruption.
     """
     started = time.monotonic()
-    run = _Verification(path, against, options or VerifyOptions(), progress or SilentProgress())
-    report = run.execute()
+    options, progress = options or VerifyOptions(), progress or SilentProgress()
+    asked = [source if source is None else hub_id(source) or Path(source) for source in (path, against)]
+    names: dict[Path, str] = {}
+    folders: list[Path | None] = []
+    for source in asked:
+        if isinstance(source, HubId):
+            checkpoint = downloaded(source, progress)
+            names[checkpoint.root] = checkpoint.origin
+            source = checkpoint.root
+        folders.append(source)
+    if isinstance(asked[0], HubId):
+        options = replace(options, record=False)  # that manifest is the cache's, which must stay as it is
+    report = _Verification(folders[0] or Path(path), folders[1], options, progress, names).execute()
     report.seconds = time.monotonic() - started
     return report
 
@@ -81,10 +94,18 @@ class _Side:
 
 
 class _Verification:
-    def __init__(self, path: Path, against: Path | None, options: VerifyOptions, progress: Progress) -> None:
+    def __init__(
+        self,
+        path: Path,
+        against: Path | None,
+        options: VerifyOptions,
+        progress: Progress,
+        names: Mapping[Path, str],
+    ) -> None:
         self.path, self.against, self.options, self.progress = path, against, options, progress
+        self.names = dict(names)  # what to call folders in the Hub's cache
         self.manifest: Manifest | None = None
-        self.report = VerifyReport(str(path), None, "", {})
+        self.report = VerifyReport(names.get(path, str(path)), None, "", {})
 
     def execute(self) -> VerifyReport:
         """Every level in turn; a checkpoint that cannot even be opened fails the first one."""
@@ -117,18 +138,29 @@ class _Verification:
         if where is not None:
             self.report.against_note = "as asked"
         elif self.manifest is not None:
-            where = self.manifest.source_folder()
-            self.report.against_note = (
-                "the manifest's source, unchanged"
-                if where
-                else "the original is not there: compared with the manifest"
-            )
+            where, self.report.against_note = self._recorded_source(self.manifest)
         else:
             self.report.against_note = "no original: the checkpoint is compared with itself"
         if where is None:
             return None
-        self.report.against = str(where)
+        self.report.against = self.names.get(where, str(where))
         return self._side(where)
+
+    def _recorded_source(self, manifest: Manifest) -> tuple[Path | None, str]:
+        """Where the manifest says the original is, if it still is there; and a note on it."""
+        origin = manifest.source_origin
+        cached = cached_snapshot(origin) if origin else None
+        found = manifest.source_folder(at=cached) if cached or not origin else None
+        if found is not None:
+            self.names |= {found: origin} if origin else {}
+            where = (
+                "the manifest's source, in the Hub's cache" if origin else "the manifest's source, unchanged"
+            )
+            return found, where
+        if origin is not None:
+            how = f"--against {origin} downloads it and compares with it"
+            return None, f"the original is not here: compared with the manifest; {how}"
+        return None, "the original is not there: compared with the manifest"
 
     def _side(self, path: Path) -> _Side:
         catalogue = open_checkpoint(path)

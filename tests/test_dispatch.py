@@ -209,3 +209,32 @@ def test_integers_that_int32_cannot_hold_stay_out_of_range() -> None:
     common = pytest.importorskip("mla_convert.runtime.kernels._common")
     wide = torch.tensor([5, -1, 2**32 + 5, -(2**40), 2**31 - 1])
     assert common.as_int32(wide).tolist() == [5, -1, 2**31 - 1, -1, 2**31 - 1]
+
+
+def test_a_batch_is_its_sequences() -> None:
+    """Entries beyond a sequence's own cache stay invalid: they must not reach the next sequence's."""
+    torch.manual_seed(0)
+    q, kv = torch.randn(3, 5, 4, 40), torch.randn(3, 9, 40)
+    indices = torch.randint(-2, 12, (3, 5, 6), dtype=torch.int32)
+    lengths, sink = torch.randint(0, 7, (3, 5)), torch.randn(4)
+    backend = resolve_backend("reference", "cpu")
+    options = {"attn_sink": sink, "d_v": 32}
+    out, lse = backend.sparse_mla(q, kv, indices, 0.2, topk_length=lengths, **options)
+    assert out.shape == (3, 5, 4, 32) and lse.shape == (3, 5, 4)
+    for b in range(3):
+        want = reference.sparse_mla(q[b], kv[b], indices[b], 0.2, topk_length=lengths[b], **options)
+        torch.testing.assert_close(out[b], want[0])
+        torch.testing.assert_close(lse[b], want[1])
+    with_heads = backend.sparse_mla(
+        q, kv[:, :, None], indices[:, :, None], 0.2, topk_length=lengths, **options
+    )
+    assert torch.equal(with_heads[0], out)
+    assert backend.ran["sparse_mla: reference"] == 2
+
+
+@pytest.mark.parametrize(("sequences", "lists"), [(2, (3, 5)), (3, (3, 4)), (3, (2, 5))])
+def test_a_batch_that_does_not_fit(sequences: int, lists: tuple[int, int]) -> None:
+    backend = resolve_backend("reference", "cpu")
+    indices = torch.zeros(*lists, 6, dtype=torch.int32)
+    with pytest.raises(ValueError, match="indices"):
+        backend.sparse_mla(torch.randn(3, 5, 4, 40), torch.randn(sequences, 9, 40), indices, 0.2, d_v=32)

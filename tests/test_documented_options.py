@@ -29,6 +29,9 @@ SURFACE = {
     "verify": EVERYWHERE
     | {"path", "--against", "--tp", "--layers", "--seq", "--dtype", "--backend", "--device", "--skip-carried"}
     | {"--no-control", "--no-record", "--seed", "--trust-shapes"},
+    "push": EVERYWHERE
+    | {"path", "repo_id", "--revision", "--create-pr", "--private", "--message", "--card", "--unverified"}
+    | {"--dry-run"},
     "demo": EVERYWHERE | {"--output -o", "--tp"},
 }
 

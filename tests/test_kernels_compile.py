@@ -23,6 +23,12 @@ def test_list_lengths() -> None:
     instructions(lengths_kernel(), "sparse_mla_lengths_kernel")
 
 
+def test_combine() -> None:
+    from mla_convert.runtime.kernels.sparse_mla import combine_kernel
+
+    instructions(combine_kernel(512, torch.bfloat16), "sparse_mla_combine_kernel", "make_float4")
+
+
 def test_few_heads() -> None:
     """32 heads: the variant with the most registers, and the one that TileLang's own layout makes hang."""
     from mla_convert.runtime.kernels.sparse_mla import compile_for
@@ -34,10 +40,19 @@ def test_few_heads() -> None:
 def test_many_heads() -> None:
     from mla_convert.runtime.kernels.sparse_mla import compile_for
 
-    kernel = compile_for(128, 512, 64, torch.bfloat16)
+    kernel = compile_for(128, 512, 64, torch.bfloat16, split=True)
     instructions(
-        kernel, "wgmma_rs<", "64, 256, 16", "cp_async_gs_conditional<16>", "warpgroup_reg_alloc<240>"
+        kernel, "wgmma_rs<", "64, 256, 16", "cp_async_gs_conditional<16>", "warpgroup_reg_alloc<216>"
     )
+
+
+def test_parts_fill_the_gpu() -> None:
+    from mla_convert.runtime.kernels.sparse_mla import _parts
+
+    assert [_parts(rows, 32, 132) for rows in (4096, 528)] == [1, 1]
+    assert _parts(64, 32, 132) == 2
+    assert 11 <= _parts(1, 32, 132) <= 32
+    assert all(1 <= _parts(rows, blocks, 132) <= blocks for rows in range(1, 600) for blocks in (1, 2, 7, 32))
 
 
 def test_indexer_logits() -> None:

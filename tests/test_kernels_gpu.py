@@ -105,6 +105,13 @@ def sparse_case(
     return q, kv, indices, 1.3 * (rank + rope) ** -0.5
 
 
+def force_parts(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
+    """Let this many thread blocks share a list, whatever the number of queries."""
+    from mla_convert.runtime.kernels import sparse_mla
+
+    monkeypatch.setattr(sparse_mla, "_parts", lambda *sizes: parts)
+
+
 def run_sparse(
     q: Tensor,
     kv: Tensor,
@@ -146,8 +153,27 @@ def test_sparse_every_width(heads: int, rank: int, rope: int) -> None:
     run_sparse(*sparse_case(heads=heads, rank=rank, rope=rope, topk=200), d_v=rank)
 
 
+@pytest.mark.parametrize("heads", HEADS)
+def test_sparse_whole_lists(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    force_parts(monkeypatch, 1)
+    run_sparse(*sparse_case(queries=9, heads=heads, topk=2048))
+    run_sparse(*sparse_case(queries=150, heads=heads, topk=192))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_sparse_split_lists(heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for parts in (2, 5, 32):
+        force_parts(monkeypatch, parts)
+        run_sparse(*sparse_case(queries=9, heads=heads, topk=2048))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 7])
 @pytest.mark.parametrize("heads", [16, 64, 128])
 class TestSparseLists:
+    @pytest.fixture(autouse=True)
+    def _parts(self, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        force_parts(monkeypatch, parts)
+
     def test_fewer_tokens_than_entries(self, heads: int) -> None:
         run_sparse(*sparse_case(heads=heads, tokens=5, topk=192))
 
@@ -242,6 +268,30 @@ class TestSparseLists:
 
 def test_sparse_float16() -> None:
     run_sparse(*sparse_case(dtype=torch.float16))
+    run_sparse(*sparse_case(queries=600, dtype=torch.float16))
+
+
+def test_sparse_rising_scores() -> None:
+    """Every block exceeds all before it, so that the reference of the exponentials moves each time."""
+    for heads in (16, 64):
+        q, kv, _indices, _ = sparse_case(heads=heads, topk=512, invalid=0)
+        order = (q[:, 0].float() @ kv.float().T).argsort(dim=1)
+        run_sparse(q, kv, order[:, -512:].int(), 0.5)
+        run_sparse(q[:3].repeat(200, 1, 1), kv, order[:3, -512:].int().repeat(200, 1), 0.5)
+
+
+def test_sparse_in_a_graph() -> None:
+    from mla_convert.runtime.kernels.sparse_mla import sparse_mla
+
+    q, kv, indices, scale = sparse_case(topk=512)
+    want = sparse_mla(q, kv, indices, scale, d_v=512)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = sparse_mla(q, kv, indices, scale, d_v=512)
+    for out in got:
+        out.fill_(float("nan"))
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
 def test_sparse_nothing_to_do() -> None:

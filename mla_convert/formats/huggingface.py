@@ -71,6 +71,8 @@ def no_such_path(path: Path) -> UsageError:
     """What to say where nothing is; a repository's name is easily taken for a path."""
     is_repository = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(path)) is not None
     hint = f"if you mean the repository on the Hub: hf://{path}" if is_repository else None
+    if str(path).startswith("hf:/"):
+        hint = "give what is on the Hub as text; a Path loses one of the two slashes"
     return UsageError(f"{path} does not exist", hint=hint)
 
 

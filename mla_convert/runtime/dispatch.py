@@ -54,7 +54,26 @@ class Backend:
         attn_sink: Tensor | None = None,
         d_v: int,
     ) -> tuple[Tensor, Tensor]:
-        """``reference.sparse_mla`` or ``kernels.sparse_mla.sparse_mla``, which share this signature."""
+        """``reference.sparse_mla`` or ``kernels.sparse_mla.sparse_mla``, which share this signature.
+
+        A batch of sequences, each with a cache of its own, has one dim more in front of every tensor but
+        ``attn_sink``: q [B, S, H, E], kv [B, T, E], indices [B, S, K] into the sequence's own cache.
+        """
+        if q_SHE.ndim == 4:
+            batch, queries = q_SHE.shape[:2]
+            flat_q_SHE, flat_kv_TE, flat_indices_SK = _one_sequence(q_SHE, kv_TE, indices_SK)
+            limits = None if topk_length is None else topk_length.reshape(batch * queries)
+            out_SHV, lse_SH = self.sparse_mla(
+                flat_q_SHE,
+                flat_kv_TE,
+                flat_indices_SK,
+                scale,
+                topk_length=limits,
+                attn_sink=attn_sink,
+                d_v=d_v,
+            )
+            heads = q_SHE.shape[2]
+            return out_SHV.reshape(batch, queries, heads, d_v), lse_SH.reshape(batch, queries, heads)
         if self.name == "tilelang":
             from mla_convert.runtime.kernels import sparse_mla as kernels
 
@@ -171,3 +190,25 @@ def _needs_grad(*tensors: Tensor | None) -> str | None:
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return "gradients are needed and the kernels have no backward pass"
     return None
+
+
+def _one_sequence(q_BSHE: Tensor, kv_BTE: Tensor, indices_BSK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A batch as one packed sequence: caches one behind the other, and lists that point into their own."""
+    import torch
+
+    kv_BTE = kv_BTE.squeeze(2) if kv_BTE.ndim == 4 else kv_BTE
+    indices_BSK = indices_BSK.squeeze(2) if indices_BSK.ndim == 4 else indices_BSK
+    if kv_BTE.ndim != 3 or indices_BSK.ndim != 3 or kv_BTE.shape[0] != q_BSHE.shape[0]:
+        raise ValueError(
+            f"q {list(q_BSHE.shape)}, kv {list(kv_BTE.shape)}, indices {list(indices_BSK.shape)}:"
+            " expected [B, S, H, E], [B, T, E], [B, S, K]"
+        )
+    if indices_BSK.shape[:2] != q_BSHE.shape[:2]:
+        raise ValueError(f"q {list(q_BSHE.shape)} and indices {list(indices_BSK.shape)} differ in B or S")
+    batch, tokens = kv_BTE.shape[:2]
+    offsets_B = torch.arange(batch, device=indices_BSK.device) * tokens
+    listed_BSK = (indices_BSK >= 0) & (
+        indices_BSK < tokens
+    )  # else one sequence would read the next one's cache
+    indices_BSK = torch.where(listed_BSK, indices_BSK + offsets_B[:, None, None], -1)
+    return q_BSHE.flatten(0, 1), kv_BTE.flatten(0, 1), indices_BSK.flatten(0, 1)

@@ -45,6 +45,16 @@ def compiled(key: Hashable, build: Callable[[], Any]) -> Any:
         return _cache[key]
 
 
+def launcher(kernel: Any) -> Callable[..., None]:
+    """The compiled program's own entry point: the same call without the Python that TileLang wraps round it."""
+    executable = kernel.adapter.executable
+    if executable is None:  # compiled in this process and not run yet
+        executable = kernel.adapter.get_exportable_executable()
+    module = executable.jit() if hasattr(executable, "jit") else executable
+    entry: Callable[..., None] = module.main
+    return entry
+
+
 @contextmanager
 def _quiet_log() -> Iterator[None]:
     """TileLang logs to stdout, which belongs to the result of whatever command is running."""
@@ -83,7 +93,9 @@ def divergent_barriers(source: str) -> list[str]:
 
 def launchable(tensor: Tensor) -> Tensor:
     """The tensor packed and on a 16-byte boundary, as the kernels' 16-byte copies need it; copied only if not."""
-    tensor = tensor.detach().contiguous()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 

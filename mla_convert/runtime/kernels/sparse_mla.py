@@ -1,13 +1,16 @@
 """Sparse attention of absorbed MLA: every query attends to the tokens on its own list.
 
-The programs are in ``_sparse_mla`` and ``_sparse_mla_few``; here is what a caller needs. Two of them compute: one
-for up to 32 heads, which does not pad 16 heads to the 64 rows of a matrix instruction, and one for tiles of 64.
+The programs are in ``_sparse_mla``, ``_sparse_mla_few`` and ``_sparse_mla_many``; here is what a caller needs. Two
+of them attend: one for up to 32 heads, which does not pad 16 heads to the 64 rows of a matrix instruction, and one
+for tiles of 64. With few queries, several thread blocks share a list (``parts``) and a third merges their results.
 
 Shapes: S queries, T tokens, H heads, E = d_v + rope (one cached token), K entries on a list.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,10 +24,12 @@ from mla_convert.runtime.kernels._common import (
     as_int32,
     compiled,
     launchable,
+    launcher,
     pad_features,
     require,
 )
 from mla_convert.runtime.kernels._sparse_mla_few import few_heads
+from mla_convert.runtime.kernels._sparse_mla_many import many_heads
 
 MAX_HEADS = 128
 MAX_RANK = 512
@@ -44,7 +49,8 @@ def sparse_mla(
     """Attention of absorbed queries to the cached tokens listed for each, on a Hopper GPU.
 
     Scores, softmax and both sums are float32; probabilities are rounded to the dtype of ``q_SHE`` before they
-    meet the values. The result does not depend on timing (two runs give equal bits) and carries no gradient.
+    meet the values. The result does not depend on timing (two runs give equal bits), but its last bits depend on
+    how many queries one call has, which decides whether lists are split. It carries no gradient.
 
     Args:
         q_SHE: [S, H, E] bfloat16 or float16, 1 to 128 heads. Heads are never padded in memory.
@@ -54,8 +60,9 @@ def sparse_mla(
         scale: Factor on the scores, positive.
         topk_length: How many entries of each query to read, int [S]; None reads all.
         attn_sink: Logits [H] float32 that take a share of the softmax; ``lse`` stays as it is.
-        d_v: 64, 128, … 512 with E - d_v in 0, 32, 64 … (E at most 576) run as they are. Other sizes are
-            zero-padded to the next such in copies of q and kv, which is meant for tiny models.
+        d_v: 64, 128, … 512 with E - d_v in 0, 32, 64 … (E at most 576) run as they are; more than 32 heads from
+            128 and in 0, 64 … on. Other sizes are zero-padded to the next such in copies of q and kv, which is
+            meant for tiny models.
 
     Returns:
         out [S, H, d_v] in q's dtype and the natural log-sum-exp [S, H] float32. A query without valid entries
@@ -75,23 +82,86 @@ def sparse_mla(
         lse_SH = q_SHE.new_full((queries, heads), -torch.inf, dtype=torch.float32)
         return q_SHE.new_zeros(queries, heads, d_v), lse_SH
 
-    rank, rope = _native(d_v, width - d_v)
+    rank, rope = _native(heads, d_v, width - d_v)
     q_SHE = launchable(pad_features(q_SHE, d_v, rank, rope))
     kv_TE = launchable(pad_features(kv_TE, d_v, rank, rope))
     indices_SK = launchable(as_int32(indices_SK))
-    lengths_S = torch.empty(queries, dtype=torch.int32, device=q_SHE.device)
-    limits_S = lengths_S if topk_length is None else launchable(as_int32(topk_length))
     out_SHR = torch.empty(queries, heads, rank, dtype=q_SHE.dtype, device=q_SHE.device)
     lse_SH = torch.empty(queries, heads, dtype=torch.float32, device=q_SHE.device)
-    sink_H = lse_SH[0] if attn_sink is None else attn_sink.to(torch.float32)
-    with torch.cuda.device(q_SHE.device):
-        lengths_kernel()(indices_SK, limits_S, tokens, int(topk_length is not None), lengths_S)
-        kernel = compile_for(heads, rank, rope, q_SHE.dtype)
-        has_sink = int(attn_sink is not None)
-        kernel(
-            q_SHE, kv_TE, indices_SK, lengths_S, launchable(sink_H), has_sink, scale * LOG2E, out_SHR, lse_SH
-        )
+    sink_H = lse_SH[0] if attn_sink is None else launchable(attn_sink.to(torch.float32))
+    limits_S = None if topk_length is None else launchable(as_int32(topk_length))
+    launch = functools.partial(
+        _launch, q_SHE, kv_TE, indices_SK, limits_S, sink_H, attn_sink is not None, scale, out_SHR, lse_SH
+    )
+    if q_SHE.device.index == torch.cuda.current_device():
+        launch()
+    else:
+        with torch.cuda.device(q_SHE.device):
+            launch()
     return (out_SHR if rank == d_v else out_SHR[..., :d_v].contiguous()), lse_SH
+
+
+def _launch(
+    q_SHE: Tensor,
+    kv_TE: Tensor,
+    indices_SK: Tensor,
+    limits_S: Tensor | None,
+    sink_H: Tensor,
+    has_sink: bool,
+    scale: float,
+    out_SHR: Tensor,
+    lse_SH: Tensor,
+) -> None:
+    """Run the kernels on tensors of native sizes, all of them packed, on the current device."""
+    (queries, heads, rank), entries = out_SHR.shape, indices_SK.shape[1]
+    rope, dtype = q_SHE.shape[2] - rank, q_SHE.dtype
+    rows = queries * (-(-heads // 64) if heads > 32 else 1)
+    multiprocessors = _multiprocessors(q_SHE.device)
+    parts = _parts(rows, -(-entries // programs.BLOCK), multiprocessors)
+    grid = min(rows * parts, multiprocessors)
+    lengths_S = torch.empty(queries, dtype=torch.int32, device=q_SHE.device)
+    limits = lengths_S if limits_S is None else limits_S
+    _entry("lengths")(indices_SK, limits, kv_TE.shape[0], int(limits_S is not None), lengths_S)
+    attend = _entry("attend", heads, rank, rope, dtype, parts > 1)
+    scale = scale * LOG2E
+    if parts == 1:
+        attend(q_SHE, kv_TE, indices_SK, lengths_S, grid, 1, sink_H, int(has_sink), scale, out_SHR, lse_SH)
+        return
+    part_PHR = torch.empty(queries * parts, heads, rank, dtype=torch.float32, device=q_SHE.device)
+    part_lse_PH = torch.empty(queries * parts, heads, dtype=torch.float32, device=q_SHE.device)
+    attend(q_SHE, kv_TE, indices_SK, lengths_S, grid, parts, sink_H, 0, scale, part_PHR, part_lse_PH)
+    _entry("combine", rank, dtype)(part_PHR, part_lse_PH, sink_H, int(has_sink), parts, out_SHR, lse_SH)
+
+
+@functools.cache
+def _entry(what: str, *key: Any) -> Callable[..., None]:
+    """What launches a kernel; looked up once, since the way there costs a small launch more than the launch."""
+    builders: dict[str, Callable[..., Any]] = {
+        "lengths": lengths_kernel,
+        "attend": compile_for,
+        "combine": combine_kernel,
+    }
+    return launcher(builders[what](*key))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(rows: int, blocks: int, multiprocessors: int) -> int:
+    """How many thread blocks share a list: what fills the GPU soonest, in units of one block of 64 keys.
+
+    A thread block costs about three such units beside its keys, and merging about four.
+    """
+    if rows >= 4 * multiprocessors:
+        return 1
+
+    def cost(parts: int) -> int:
+        return -(-rows * parts // multiprocessors) * (-(-blocks // parts) + 3) + (4 if parts > 1 else 0)
+
+    return min(range(1, min(blocks, 32) + 1), key=cost)
 
 
 def unsupported(q_SHE: Tensor, d_v: int, scale: float) -> str | None:
@@ -101,7 +171,7 @@ def unsupported(q_SHE: Tensor, d_v: int, scale: float) -> str | None:
         return f"dtype {str(q_SHE.dtype).removeprefix('torch.')} is neither bfloat16 nor float16"
     if heads > MAX_HEADS:
         return f"{heads} heads, more than {MAX_HEADS}"
-    rank, rope = _native(d_v, width - d_v)
+    rank, rope = _native(heads, d_v, width - d_v)
     if rank > MAX_RANK or rank + rope > MAX_WIDTH:
         return f"{d_v} + {width - d_v} dims a token, more than {MAX_RANK} for values or {MAX_WIDTH} in all"
     if not 0 < scale < float("inf"):
@@ -109,20 +179,41 @@ def unsupported(q_SHE: Tensor, d_v: int, scale: float) -> str | None:
     return None
 
 
-def compile_for(heads: int, rank: int, rope: int, dtype: torch.dtype) -> Any:
-    """The attention kernel for a head count and native sizes; compiles without a GPU, once per variant."""
+def compile_for(heads: int, rank: int, rope: int, dtype: torch.dtype, split: bool = False) -> Any:
+    """The attention kernel for a head count and native sizes; compiles without a GPU, once per variant.
+
+    ``split`` is for few queries, where several thread blocks share a list: its results go to ``combine_kernel``.
+    """
     name = DTYPES[dtype]
     if heads > 32:
         tiles = -(-heads // 64)
         return compiled(
-            ("many", tiles, rank, rope, name), lambda: programs.many_heads(tiles, rank, rope, name)
+            ("many", tiles, rank, rope, name, split), lambda: many_heads(tiles, rank, rope, name, split)
         )
     columns = max(8, 1 << (heads - 1).bit_length())
-    return compiled(("few", columns, rank, rope, name), lambda: few_heads(columns, rank, rope, name))
+    return compiled(
+        ("few", columns, rank, rope, name, split), lambda: few_heads(columns, rank, rope, name, split)
+    )
 
 
-def _native(d_v: int, rope: int) -> tuple[int, int]:
-    """The sizes that the kernels run for ``d_v`` and ``rope``: multiples of 64 and of 32."""
+def lengths_kernel() -> Any:
+    """The kernel that finds where each list ends."""
+    return compiled("lengths", programs.lengths)
+
+
+def combine_kernel(rank: int, dtype: torch.dtype) -> Any:
+    """The kernel that merges the parts of split lists."""
+    return compiled(("combine", rank, dtype), lambda: programs.combine(rank, DTYPES[dtype]))
+
+
+def _native(heads: int, d_v: int, rope: int) -> tuple[int, int]:
+    """The sizes that the kernels run for ``d_v`` and ``rope``: multiples of 64 and of 32.
+
+    From 33 heads on, two warpgroups share the value dims, 64 of them each at least, and probabilities take the
+    place of 64 rope dims.
+    """
+    if heads > 32:
+        return max(-(-d_v // 64) * 64, 128), -(-rope // 64) * 64
     return -(-d_v // 64) * 64, -(-rope // 32) * 32
 
 
@@ -134,6 +225,20 @@ def _check(
     attn_sink: Tensor | None,
     d_v: int,
 ) -> None:
+    """Raise ValueError for shapes, dtypes or devices that do not belong together."""
+    # Messages are costly to build: with few queries, a call's checks would take longer than its kernel.
+    if (
+        q_SHE.ndim == 3
+        and kv_TE.ndim == indices_SK.ndim == 2
+        and kv_TE.shape[1] == q_SHE.shape[2]
+        and kv_TE.dtype == q_SHE.dtype
+        and indices_SK.shape[0] == q_SHE.shape[0]
+        and 0 < d_v <= q_SHE.shape[2]
+        and kv_TE.device == indices_SK.device == q_SHE.device
+        and topk_length is None
+        and attn_sink is None
+    ):
+        return
     require(
         q_SHE.ndim == 3 and kv_TE.ndim == 2 and indices_SK.ndim == 2,
         f"q {list(q_SHE.shape)}, kv {list(kv_TE.shape)}, indices {list(indices_SK.shape)}:"
@@ -153,7 +258,3 @@ def _check(
     for other in (kv_TE, indices_SK, topk_length, attn_sink):
         same = other is None or other.device == q_SHE.device
         require(same, f"q is on {q_SHE.device} and another argument is not")
-
-
-def lengths_kernel() -> Any:
-    return compiled("lengths", programs.lengths)

@@ -1,0 +1,306 @@
+"""The program of ``sparse_mla`` for tiles of 64 heads; ``_sparse_mla`` describes it beside the other one."""
+# Annotations here are TileLang's, read at run time: no ``from __future__ import annotations``, and mypy is told.
+# mypy: disable-error-code="misc, untyped-decorator, no-untyped-def, valid-type"
+
+from typing import Any
+
+import tilelang.language as T  # noqa: N812
+
+from mla_convert.runtime.kernels._common import LN2, LOG2E
+from mla_convert.runtime.kernels._sparse_mla import BLOCK, LOWEST, SLACK, first_indices, gather, load_queries
+
+
+def many_heads(tiles: int, rank: int, rope: int, dtype: str, split: bool) -> Any:
+    """Heads on the M side: an item is a query, a tile of 64 heads and one of ``parts`` of the list.
+
+    The first consumer owns output columns [0, left) and the scores of even blocks, the second the columns behind
+    and the scores of odd blocks. Each multiplies its own probabilities from registers and the other's from shared
+    memory. They take turns: the second needs the first's maximum for its own softmax, which it computes while
+    its product with the first's probabilities runs.
+    """
+    left = -(-rank // 128) * 64
+    right = rank - left
+    queries, tokens, heads, entries, rows = T.dynamic("queries, tokens, heads, entries, rows")
+
+    @T.macro
+    def scores(q_rank, q_rope, kv_rank, kv_rope, s, phase, full, score):
+        T.barrier_wait(full[s * 2], phase)
+        T.fence_proxy_async()
+        T.wgmma_gemm(q_rank[:, :left], kv_rank[s, :, :left], score, transpose_B=True, clear_accum=True)
+        T.barrier_wait(full[s * 2 + 1], phase)
+        T.fence_proxy_async()
+        T.wgmma_gemm(q_rank[:, left:], kv_rank[s, :, left:], score, transpose_B=True)
+        if rope > 0:
+            T.wgmma_gemm(q_rope, kv_rope[s, :, :], score, transpose_B=True)
+        T.wait_wgmma(0)
+
+    @T.macro
+    def softmax(s, number, scale, valid, holes, score, p, highest, before, factor, total, part):
+        """Probabilities of a block against the maximum so far; ``factor`` is what older results shrink by."""
+        if holes[s] == number:
+            for h, j in T.Parallel(64, BLOCK):
+                score[h, j] = T.if_then_else(valid[s, j] != 0, score[h, j], -T.infinity("float32"))
+        T.copy(highest, before)
+        T.reduce_max(score, highest, dim=1, clear=False)
+        for h in T.Parallel(64):
+            highest[h] = T.if_then_else((highest[h] - before[h]) * scale > SLACK, highest[h], before[h])
+        for h in T.Parallel(64):
+            factor[h] = T.exp2((before[h] - highest[h]) * scale)
+        for h, j in T.Parallel(64, BLOCK):
+            score[h, j] = T.exp2(score[h, j] * scale - highest[h] * scale)
+        T.reduce_sum(score, part, dim=1)
+        for h in T.Parallel(64):
+            total[h] = total[h] * factor[h] + part[h]
+        T.copy(score, p)
+
+    @T.macro
+    def follow(scale, highest_sh, s, highest, before, factor, total):
+        """Take over the maximum that the other consumer left after its block."""
+        T.copy(highest, before)
+        for h in T.Parallel(64):
+            highest[h] = highest_sh[s, h]
+        for h in T.Parallel(64):
+            factor[h] = T.exp2((before[h] - highest[h]) * scale)
+        for h in T.Parallel(64):
+            total[h] = total[h] * factor[h]
+
+    @T.macro
+    def store(g, out, base, width, first, heads, out_row, stage, Out):
+        """Normalised results to memory; as they lie in registers, a row's pieces would be four bytes."""
+        if split:
+            for h, d in T.Parallel(64, width):
+                if first + h < heads:
+                    Out[out_row, first + h, base + d] = out[h, d]
+        else:
+            for k in T.unroll(width // 16):
+                for h, d in T.Parallel(64, 16):
+                    stage[g, h, d] = out[h, k * 16 + d]
+                T.sync_threads(8 + g, 128)
+                for h, d in T.Parallel(64, 16):
+                    if first + h < heads:
+                        Out[out_row, first + h, base + k * 16 + d] = stage[g, h, d]
+                T.sync_threads(8 + g, 128)
+
+    @T.macro
+    def rescale(out, factor, width):
+        moved = T.alloc_var("int32")
+        moved = 0
+        for h in T.Parallel(64):
+            if factor[h] != 1.0:
+                moved = 1
+        if T.any_sync(moved) != 0:
+            for h, d in T.Parallel(64, width):
+                out[h, d] = out[h, d] * factor[h]
+
+    @T.prim_func
+    def sparse_mla_many_heads(
+        Q: T.Tensor([queries, heads, rank + rope], dtype),
+        KV: T.Tensor([tokens, rank + rope], dtype),
+        Indices: T.Tensor([queries, entries], "int32"),
+        Lengths: T.Tensor([queries], "int32"),
+        grid: T.int32,
+        parts: T.int32,
+        Sink: T.Tensor([heads], "float32"),
+        has_sink: T.int32,
+        scale: T.float32,
+        Out: T.Tensor([rows, heads, rank], "float32" if split else dtype),
+        Lse: T.Tensor([rows, heads], "float32"),
+    ):
+        with T.Kernel(grid, threads=384) as block:
+            q_rank = T.alloc_shared([64, rank], dtype)
+            q_rope = T.alloc_shared([64, max(rope, 32)], dtype)
+            kv_rank = T.alloc_shared([2, BLOCK, rank], dtype)
+            kv_rope = T.alloc_shared([2, BLOCK, max(rope, BLOCK)], dtype)
+            stage = T.alloc_shared([2, 64, 24], dtype)  # 16 columns of output, padded against bank conflicts
+            valid = T.alloc_shared([2, BLOCK], "int32", scope="shared")
+            holes = T.alloc_shared([2], "int32", scope="shared")
+            highest_sh = T.alloc_shared([2, 64], "float32", scope="shared")
+            total_sh = T.alloc_shared([64], "float32", scope="shared")
+            factor_sh = T.alloc_shared([64], "float32", scope="shared")
+            # Two of each, one a consumer: TileLang lays a fragment out for the threads that use it.
+            score0 = T.alloc_fragment([64, BLOCK], "float32")
+            score1 = T.alloc_fragment([64, BLOCK], "float32")
+            p0 = T.alloc_fragment([64, BLOCK], dtype)
+            p1 = T.alloc_fragment([64, BLOCK], dtype)
+            out0 = T.alloc_fragment([64, left], "float32")
+            out1 = T.alloc_fragment([64, right], "float32")
+            highest0 = T.alloc_fragment([64], "float32")
+            highest1 = T.alloc_fragment([64], "float32")
+            before0 = T.alloc_fragment([64], "float32")
+            before1 = T.alloc_fragment([64], "float32")
+            factor0 = T.alloc_fragment([64], "float32")
+            factor1 = T.alloc_fragment([64], "float32")
+            total0 = T.alloc_fragment([64], "float32")
+            total1 = T.alloc_fragment([64], "float32")
+            part0 = T.alloc_fragment([64], "float32")
+            part1 = T.alloc_fragment([64], "float32")
+            index = T.alloc_local([8], "int32")
+            used0 = T.alloc_var("int32")
+            used1 = T.alloc_var("int32")
+            out_row = T.alloc_var("int32")
+            row = T.alloc_var("int32")
+            begin = T.alloc_var("int32")
+            end = T.alloc_var("int32")
+            count = T.alloc_var("int32")
+            first = T.alloc_var("int32")
+            q_full = T.alloc_barrier([128])
+            q_free = T.alloc_barrier([256])
+            full = T.alloc_barrier([128, 256, 128, 256])
+            free = T.alloc_barrier([128, 128, 128, 128])
+            p_full = T.alloc_barrier([128, 128])
+            finished = T.alloc_barrier([128, 128])
+
+            thread = T.get_thread_binding()
+            used0 = 0
+            used1 = 0
+            items = T.ceildiv(rows * tiles - block, grid)
+            if thread < 128:
+                T.set_max_nreg(216, 1)
+                for w in T.serial(items):
+                    out_row = (block + w * grid) // tiles
+                    first = (block + w * grid) % tiles * 64
+                    row = out_row // parts
+                    end = Lengths[row]
+                    begin = T.ceildiv(T.ceildiv(end, BLOCK), parts) * BLOCK  # entries of a part
+                    count = T.min(out_row % parts * begin, end)
+                    end = T.min(count + begin, end)
+                    begin = count
+                    count = T.ceildiv(end - begin, BLOCK)
+                    T.fill(out0, 0)
+                    T.fill(total0, 0)
+                    T.fill(highest0, LOWEST)
+                    T.barrier_wait(q_full, w & 1)
+                    for i in T.serial(T.ceildiv(count, 2)):
+                        scores(q_rank, q_rope, kv_rank, kv_rope, 0, (used0 + i) & 1, full, score0)
+                        if 2 * i + 2 >= count:
+                            T.barrier_arrive(q_free)
+                        softmax(
+                            0, 2 * i + 1, scale, valid, holes, score0, p0, highest0, before0, factor0, total0,
+                            part0,
+                        )  # fmt: skip
+                        T.sync_threads(
+                            8, 128
+                        )  # P replaces the block's rope part: every warp's product has read it
+                        T.copy(p0, kv_rope[0, :, :BLOCK])
+                        T.copy(highest0, highest_sh[0, :])
+                        T.fence_proxy_async()
+                        T.barrier_arrive(p_full[0])
+                        rescale(out0, factor0, left)
+                        T.wgmma_gemm(p0, kv_rank[0, :, :left], out0)
+                        T.wait_wgmma(0)
+                        T.barrier_arrive(free[0])
+                        if 2 * i + 1 < count:
+                            T.barrier_wait(p_full[1], (used1 + i) & 1)
+                            T.fence_proxy_async()
+                            follow(scale, highest_sh, 1, highest0, before0, factor0, total0)
+                            rescale(out0, factor0, left)
+                            T.wgmma_gemm(kv_rope[1, :, :BLOCK], kv_rank[1, :, :left], out0)
+                            T.wait_wgmma(0)
+                            T.barrier_arrive(free[2])
+                    if count == 0:
+                        T.barrier_arrive(q_free)
+                    used0 = used0 + T.ceildiv(count, 2)
+                    used1 = used1 + count // 2
+
+                    T.barrier_wait(finished[1], w & 1)
+                    for h in T.Parallel(64):
+                        before0[h] = 0.0
+                        if (has_sink != 0) & (first + h < heads):
+                            before0[h] = T.exp2(
+                                Sink[T.min(first + h, heads - 1)] * LOG2E - highest0[h] * scale
+                            )
+                    for h in T.Parallel(64):
+                        total0[h] = total0[h] + total_sh[h]
+                    for h in T.Parallel(64):
+                        factor0[h] = T.if_then_else(total0[h] == 0.0, 0.0, 1.0 / (total0[h] + before0[h]))
+                        part0[h] = (T.log2(total0[h]) + highest0[h] * scale) * LN2
+                    for h in T.Parallel(64):
+                        if first + h < heads:
+                            Lse[out_row, first + h] = T.if_then_else(
+                                total0[h] == 0.0, -T.infinity("float32"), part0[h]
+                            )
+                    T.copy(factor0, factor_sh)
+                    T.barrier_arrive(finished[0])
+                    for h, d in T.Parallel(64, left):
+                        out0[h, d] = out0[h, d] * factor0[h]
+                    store(0, out0, 0, left, first, heads, out_row, stage, Out)
+            elif thread < 256:
+                T.set_max_nreg(216, 1)
+                for w in T.serial(items):
+                    out_row = (block + w * grid) // tiles
+                    first = (block + w * grid) % tiles * 64
+                    row = out_row // parts
+                    end = Lengths[row]
+                    begin = T.ceildiv(T.ceildiv(end, BLOCK), parts) * BLOCK  # entries of a part
+                    count = T.min(out_row % parts * begin, end)
+                    end = T.min(count + begin, end)
+                    begin = count
+                    count = T.ceildiv(end - begin, BLOCK)
+                    T.fill(out1, 0)
+                    T.fill(total1, 0)
+                    T.fill(highest1, LOWEST)
+                    T.barrier_wait(q_full, w & 1)
+                    for i in T.serial(T.ceildiv(count, 2)):
+                        if 2 * i + 1 < count:
+                            scores(q_rank, q_rope, kv_rank, kv_rope, 1, (used1 + i) & 1, full, score1)
+                        if 2 * i + 2 >= count:
+                            T.barrier_arrive(q_free)
+                        T.barrier_wait(p_full[0], (used0 + i) & 1)
+                        T.fence_proxy_async()
+                        follow(scale, highest_sh, 0, highest1, before1, factor1, total1)
+                        rescale(out1, factor1, right)
+                        T.wgmma_gemm(kv_rope[0, :, :BLOCK], kv_rank[0, :, left:], out1)
+                        if 2 * i + 1 < count:
+                            softmax(
+                                1, 2 * i + 2, scale, valid, holes, score1, p1, highest1, before1, factor1,
+                                total1, part1,
+                            )  # fmt: skip
+                            T.sync_threads(9, 128)
+                            T.copy(p1, kv_rope[1, :, :BLOCK])
+                            T.copy(highest1, highest_sh[1, :])
+                            T.fence_proxy_async()
+                            T.barrier_arrive(p_full[1])
+                        T.wait_wgmma(0)
+                        T.barrier_arrive(free[1])
+                        if 2 * i + 1 < count:
+                            rescale(out1, factor1, right)
+                            T.wgmma_gemm(p1, kv_rank[1, :, left:], out1)
+                            T.wait_wgmma(0)
+                            T.barrier_arrive(free[3])
+                    if count == 0:
+                        T.barrier_arrive(q_free)
+                    used0 = used0 + T.ceildiv(count, 2)
+                    used1 = used1 + count // 2
+
+                    T.copy(total1, total_sh)
+                    T.barrier_arrive(finished[1])
+                    T.barrier_wait(finished[0], w & 1)
+                    for h in T.Parallel(64):
+                        factor1[h] = factor_sh[h]
+                    for h, d in T.Parallel(64, right):
+                        out1[h, d] = out1[h, d] * factor1[h]
+                    store(1, out1, left, right, first, heads, out_row, stage, Out)
+            else:
+                T.set_max_nreg(72, 0)
+                producer = thread - 256
+                for w in T.serial(items):
+                    out_row = (block + w * grid) // tiles
+                    first = (block + w * grid) % tiles * 64
+                    row = out_row // parts
+                    end = Lengths[row]
+                    begin = T.ceildiv(T.ceildiv(end, BLOCK), parts) * BLOCK  # entries of a part
+                    count = T.min(out_row % parts * begin, end)
+                    end = T.min(count + begin, end)
+                    begin = count
+                    count = T.ceildiv(end - begin, BLOCK)
+                    first_indices(Indices, index, row, begin, end, producer)
+                    T.barrier_wait(q_free, (w & 1) ^ 1)
+                    load_queries(Q, q_rank, q_rope, row, first, heads, producer, q_full, 64, rank, rope)
+                    gather(
+                        KV, Indices, index, kv_rank, kv_rope, valid, holes, row, begin, end, tokens, producer,
+                        full, free, used0, used1, left, rank, rope,
+                    )  # fmt: skip
+                    used0 = used0 + T.ceildiv(count, 2)
+                    used1 = used1 + count // 2
+
+    return sparse_mla_many_heads
