@@ -18,9 +18,12 @@ from mla_convert.inspection import describe_group, group_blocks, inspect_documen
 from mla_convert.manifest import read_manifest
 from mla_convert.plan import Plan
 from mla_convert.progress import Progress, SilentProgress
+from mla_convert.resharding import plan_reshard
+from mla_convert.sharding import ReshardOptions
 from mla_convert.splitting import SplitOptions, plan_split
 from mla_convert.staging import check_replaceable, check_target, finished_already
 from mla_convert.storage import plain
+from mla_convert.whole import Format, open_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +34,14 @@ class Conversion:
         plan: What was to be done.
         output: The output folder.
         blocks: The attention blocks of the source.
+        inventory: Its tensors as one checkpoint, which the blocks are blocks of.
         report: What was done; None for a dry run.
     """
 
     plan: Plan
     output: Path
     blocks: tuple[AttentionBlock, ...]
+    inventory: Catalogue
     report: RunReport | None
 
     def document(self) -> dict[str, Any]:
@@ -49,7 +54,7 @@ class Conversion:
             "plan": plan.digest(),
             "layout": plan.manifest["layout"],
             "attention": [
-                describe_group(plan.catalogue, group) for group in group_blocks(plan.catalogue, self.blocks)
+                describe_group(self.inventory, group) for group in group_blocks(self.inventory, self.blocks)
             ],
             "files": {
                 "rewritten": len(plan.rewritten),
@@ -63,6 +68,8 @@ class Conversion:
             },
             "warnings": [*plan.warnings, *(report.warnings if report else [])],
         }
+        if plan.operation == "reshard":
+            document["options"] = dict(plan.options)
         if report is None:
             document["steps"] = plan.describe()
         else:
@@ -93,8 +100,8 @@ def inspect(source: Path, *, trust_shapes: bool = False) -> tuple[Catalogue, dic
     Raises:
         MlaConvertError: As :func:`open_checkpoint` and :func:`find_blocks` do.
     """
-    catalogue = open_checkpoint(source)
-    return catalogue, inspect_document(catalogue, find_blocks(catalogue, trust_shapes=trust_shapes))
+    whole = open_whole(source)
+    return whole.logical, inspect_document(whole, find_blocks(whole.logical, trust_shapes=trust_shapes))
 
 
 def split(
@@ -121,8 +128,9 @@ def split(
     """
     options = options or SplitOptions()
 
-    def plan(catalogue: Catalogue) -> Plan:
-        return plan_split(catalogue, options)
+    def plan(path: Path) -> tuple[Plan, Catalogue]:
+        catalogue = open_checkpoint(path)
+        return plan_split(catalogue, options), catalogue
 
     return _convert(source, output, "-split", plan, run, progress, dry_run, options.trust_shapes)
 
@@ -143,18 +151,41 @@ def combine(
     """
     options = options or CombineOptions()
 
-    def plan(catalogue: Catalogue) -> Plan:
+    def plan(path: Path) -> tuple[Plan, Catalogue]:
+        catalogue = open_checkpoint(path)
         manifest = None if options.ignore_manifest else read_manifest(catalogue.root)
-        return plan_combine(catalogue, manifest, options)
+        return plan_combine(catalogue, manifest, options), catalogue
 
     return _convert(source, output, "-combined", plan, run, progress, dry_run, options.trust_shapes)
+
+
+def reshard(
+    source: Path,
+    output: Path | None = None,
+    options: ReshardOptions | None = None,
+    *,
+    run: RunOptions | None = None,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> Conversion:
+    """Deal ``source`` out to tensor-parallel ranks, or put its ranks together, into ``output`` (``SOURCE-tpN``).
+
+    Without options, it becomes one Hugging Face checkpoint. Arguments and errors are those of :func:`split`.
+    """
+    options = options or ReshardOptions(1, to=Format.HUGGINGFACE)
+
+    def plan(path: Path) -> tuple[Plan, Catalogue]:
+        whole = open_whole(path)
+        return plan_reshard(whole, options), whole.logical
+
+    return _convert(source, output, f"-tp{options.tp}", plan, run, progress, dry_run, options.trust_shapes)
 
 
 def _convert(
     source: Path,
     output: Path | None,
     suffix: str,
-    make_plan: Callable[[Catalogue], Plan],
+    make_plan: Callable[[Path], tuple[Plan, Catalogue]],
     run: RunOptions | None,
     progress: Progress | None,
     dry_run: bool,
@@ -169,15 +200,15 @@ def _convert(
     if target.name in ("", ".."):
         target = target.resolve()
     check_target(source, target, overwrite=run.overwrite)
-    catalogue = open_checkpoint(source)
-    _check_names(catalogue)
-    plan = make_plan(catalogue)
-    blocks = find_blocks(catalogue, trust_shapes=trust_shapes)
+    plan, inventory = make_plan(source)
+    _check_names(plan.catalogue)
+    blocks = find_blocks(inventory, trust_shapes=trust_shapes)
     if not dry_run:
-        return Conversion(plan, target, blocks, run_plan(plan, target, run, progress or SilentProgress()))
+        report = run_plan(plan, target, run, progress or SilentProgress())
+        return Conversion(plan, target, blocks, inventory, report)
     if not finished_already(target, plan.digest()):
         check_replaceable(target, overwrite=run.overwrite)
-    return Conversion(plan, target, blocks, None)
+    return Conversion(plan, target, blocks, inventory, None)
 
 
 def _check_names(catalogue: Catalogue) -> None:

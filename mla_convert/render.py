@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mla_convert.demo import DemoResult
     from mla_convert.verification.result import LayerResult, VerifyReport
 
+_FORMATS = {"huggingface": "Hugging Face safetensors", "deepseek": "DeepSeek inference shards"}
 _WAYS = {
     "reflink": "shared by reflink",
     "hard": "hard-linked",
@@ -34,7 +35,8 @@ def show_inspection(console: RichConsole, document: Mapping[str, Any]) -> None:
     pairs: list[tuple[str, object]] = [
         ("path", document["path"]),
         ("model", kind),
-        ("format", f"Hugging Face safetensors, {_count(document['files'], 'file')}"),
+        ("format", f"{_FORMATS[document['format']]}, {_count(document['files'], 'file')}"),
+        ("ranks", document["ranks"] if document["ranks"] > 1 else None),
         ("tensors", f"{document['tensors']} ({_dtypes(document['dtypes'])})"),
         ("size", format_bytes(size["files"])),
         ("layout", document["layout"]),
@@ -75,9 +77,13 @@ def show_conversion(console: RichConsole, result: Conversion) -> None:
     if report is not None and report.already_done:
         done = f"{plan.operation}: already done"
     pairs: list[tuple[str, object]] = [("output", result.output)]
-    for group in group_blocks(plan.catalogue, result.blocks):
+    for group in group_blocks(result.inventory, result.blocks):
         label = "MTP layer" if group.first.is_mtp else "layers"
-        pairs.append((label, f"{group.layers}: {group.first.dims}, {group.storage(plan.catalogue)}"))
+        pairs.append((label, f"{group.layers}: {group.first.dims}, {group.storage(result.inventory)}"))
+    if plan.operation == "reshard":
+        count, experts = plan.options["tp"], plan.options["experts"]
+        ranks = f"{_count(count, 'rank')}, {_FORMATS[plan.options['to']]}"
+        pairs.append(("written as", ranks + (f", experts by {experts.upper()}" if count > 1 else "")))
     pairs.append(
         ("rewritten", f"{_count(len(plan.rewritten), 'file')}, {format_bytes(plan.bytes_rewritten)}")
     )

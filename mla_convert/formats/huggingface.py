@@ -15,6 +15,7 @@ from typing import Any
 
 from mla_convert.catalogue import Catalogue, JsonFile, OtherFile, SourceFile, SourceTensor
 from mla_convert.errors import BadInputError, CannotError, UsageError
+from mla_convert.formats.deepseek import parse_rank_file
 from mla_convert.formats.safetensors import read_header
 from mla_convert.names import parse_up_projection
 from mla_convert.storage import identify, os_errors
@@ -24,9 +25,20 @@ MANIFEST_NAME = "mla-convert.json"
 INDEX_SUFFIX = ".safetensors.index.json"
 _CONFIG_NAMES = ("config.json", "params.json")
 _SHARD = re.compile(r"(.*?)(\d+)-of-(\d+)\.safetensors")
-_RANK = re.compile(r"model\d+-mp(\d+)\.safetensors")
+_RANK_FOLDER = re.compile(r"rank(\d+)-of-(\d+)")
 _MEGATRON = re.compile(r"\.metadata$|latest_checkpointed_iteration\.txt$|mp_rank_\d|iter_\d|.*\.distcp$")
 _SKIPPED_FOLDERS = frozenset({".git", ".cache", ".huggingface", "__pycache__"})
+
+
+def rank_folder(rank: int, ranks: int) -> str:
+    """The folder of one rank of a checkpoint that lies sharded under Hugging Face names."""
+    return f"rank{rank}-of-{ranks}"
+
+
+def parse_rank_folder(name: str) -> tuple[int, int] | None:
+    """(rank, ranks) of a folder's name; None if it is no such folder."""
+    found = _RANK_FOLDER.fullmatch(name)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def open_checkpoint(path: Path) -> Catalogue:
@@ -52,17 +64,17 @@ def open_checkpoint(path: Path) -> Catalogue:
     weights, warnings = _indexed(path, names, index) if index else (names, [])
     if not index:
         _require_whole_series(path, names)
-    files = {name: _source_file(path, name) for name in sorted(weights)}
+    files = {name: source_file(path, name) for name in sorted(weights)}
     tensors = _tensors(files, index)
     if index:
         _check_index(index, tensors)
-    others, more = _others(path, files, index)
+    others, more = other_files(path, files, index)
     return Catalogue(
         root=path,
         single_file=False,
         files=files,
         tensors=tensors,
-        config=_read_config(path),
+        config=read_config(path),
         index=index,
         others=others,
         warnings=(*warnings, *more),
@@ -75,13 +87,13 @@ def _open_file(path: Path) -> Catalogue:
             f"{path} is not a .safetensors file or a folder",
             hint="give the checkpoint's folder, or one .safetensors file",
         )
-    files = {path.name: _source_file(path.parent, path.name)}
+    files = {path.name: source_file(path.parent, path.name)}
     return Catalogue(
         root=path.parent,
         single_file=True,
         files=files,
         tensors=_tensors(files, None),
-        config=_read_config(path.parent),
+        config=read_config(path.parent),
         index=None,
         others=(),
     )
@@ -90,7 +102,7 @@ def _open_file(path: Path) -> Catalogue:
 def _snapshot(path: Path) -> Path:
     """A Hub cache folder (``models--org--name``) stands for the snapshot that it holds."""
     snapshots = path / "snapshots"
-    if not snapshots.is_dir() or any(name.endswith(".safetensors") for name in _entries(path)):
+    if not snapshots.is_dir() or any(name.endswith(".safetensors") for name in entries(path)):
         return path
     found = sorted(entry for entry in snapshots.iterdir() if entry.is_dir())
     main = path / "refs" / "main"
@@ -107,30 +119,33 @@ def _snapshot(path: Path) -> Path:
 
 
 def _weight_names(path: Path) -> list[str]:
-    entries = _entries(path)
-    names = [name for name in entries if name.endswith(".safetensors")]
-    ranks = [name for name in names if (found := _RANK.fullmatch(name)) and int(found[1]) > 1]
-    if ranks:
+    found_names = entries(path)
+    names = [name for name in found_names if name.endswith(".safetensors")]
+    ranks = [name for name in names if (found := parse_rank_file(name)) and found[1] > 1]
+    folders = [name for name in found_names if parse_rank_folder(name) and (path / name).is_dir()]
+    if ranks or folders:
+        what = f"{len(ranks)} tensor-parallel rank files" if ranks else f"{len(folders)} folders of ranks"
         raise CannotError(
-            f"{path} holds {len(ranks)} tensor-parallel rank files, {ranks[0]} among them",
-            hint="give the checkpoint that they were made from",
+            f"{path} holds {what}, {(ranks or folders)[0]} among them",
+            hint="inspect, reshard and diff read it; `mla-convert reshard --tp 1` makes one checkpoint of it",
         )
     if names:
         return names
-    if any(_MEGATRON.match(name) for name in entries):
+    if any(_MEGATRON.match(name) for name in found_names):
         raise CannotError(f"{path} looks like a Megatron checkpoint, which this version does not read")
     for suffix, what in ((".bin", "PyTorch pickle"), (".pt", "PyTorch pickle"), (".gguf", "GGUF")):
-        if any(name.endswith(suffix) for name in entries):
+        if any(name.endswith(suffix) for name in found_names):
             raise CannotError(
                 f"{path} holds {what} files and no .safetensors",
                 hint="convert it to safetensors first; this tool never unpickles a model",
             )
     raise BadInputError(
-        f"{path} holds no .safetensors files ({len(entries)} entries)", hint="is the download complete?"
+        f"{path} holds no .safetensors files ({len(found_names)} entries)", hint="is the download complete?"
     )
 
 
-def _entries(path: Path) -> list[str]:
+def entries(path: Path) -> list[str]:
+    """Names in a folder, in order."""
     with os_errors(path, "list"):
         return sorted(entry.name for entry in path.iterdir())
 
@@ -152,7 +167,7 @@ def _require_whole_series(path: Path, names: Sequence[str]) -> None:
 
 
 def _read_index(path: Path) -> JsonFile | None:
-    found = [name for name in _entries(path) if name.endswith(INDEX_SUFFIX)]
+    found = [name for name in entries(path) if name.endswith(INDEX_SUFFIX)]
     if not found:
         return None
     name = "model" + INDEX_SUFFIX if "model" + INDEX_SUFFIX in found else found[0]
@@ -218,7 +233,8 @@ def _indexed(path: Path, names: list[str], index: JsonFile) -> tuple[list[str], 
     return sorted(wanted), warnings
 
 
-def _source_file(root: Path, name: str) -> SourceFile:
+def source_file(root: Path, name: str) -> SourceFile:
+    """One weight file of a checkpoint, its header read and checked."""
     path = root / name
     return SourceFile(name, path, read_header(path), identify(path))
 
@@ -270,14 +286,15 @@ def _read_json_object(root: Path, name: str) -> JsonFile:
     return JsonFile(name, data, value)
 
 
-def _read_config(root: Path) -> JsonFile | None:
+def read_config(root: Path) -> JsonFile | None:
+    """``config.json`` or ``params.json``, if there is one."""
     for name in _CONFIG_NAMES:
         if os.path.lexists(root / name):
             return _read_json_object(root, name)
     return None
 
 
-def _others(
+def other_files(
     root: Path, files: Mapping[str, SourceFile], index: JsonFile | None
 ) -> tuple[tuple[OtherFile, ...], list[str]]:
     """Every file that is neither weights nor rewritten, found recursively; our own manifest is not carried."""
