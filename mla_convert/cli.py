@@ -327,6 +327,44 @@ def reshard(
         )
 
 
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="A checkpoint in any format, on any ranks.", metavar="A")],
+    b: Annotated[Path, typer.Argument(help="The checkpoint to compare it with.", metavar="B")],
+    workers: Workers = None,
+    trust_shapes: TrustShapes = False,
+    json: Json = False,
+    quiet: Quiet = 0,
+    verbose: Verbose = 0,
+    color: Color = "auto",
+) -> None:
+    """Compare two checkpoints, tensor by tensor.
+
+    Formats, numbers of ranks and layouts may differ: tensors are compared whole, under their Hugging Face names, K
+    and V put together. Symbols: = the same, * the same but stored in another layout or in other scale blocks,
+    ! different, - only in A, + only in B. Exits with 10 if anything is different, or there on one side only.
+    """
+    console = Console.create(json=json, quiet=quiet, verbose=verbose, color=color)
+    with reporting(console):
+        from mla_convert.comparing import compare
+        from mla_convert.render import show_comparison
+
+        result = compare(
+            a,
+            b,
+            workers=workers or DEFAULT_WORKERS,
+            trust_shapes=trust_shapes,
+            progress=console.progress(),
+        )
+        console.result(
+            result.document(),
+            human=lambda out: show_comparison(out, result, everything=verbose > 0),
+            quiet="same" if result.is_same else "different",
+        )
+        if not result.is_same:
+            raise DifferenceError(f"{a} and {b} differ", details=result.differences())
+
+
 @app.command("verify")
 def verify_command(
     path: Annotated[

@@ -29,6 +29,7 @@ SURFACE = {
     "reshard": EVERYWHERE
     | WRITING
     | {"path", "--tp", "--to", "--layout", "--experts", "--reblock", "--pad-vocabulary"},
+    "diff": EVERYWHERE | {"a", "b", "--workers", "--trust-shapes"},
     "verify": EVERYWHERE
     | {"path", "--against", "--tp", "--layers", "--seq", "--dtype", "--backend", "--device", "--skip-carried"}
     | {"--no-control", "--no-record", "--seed", "--trust-shapes"},

@@ -9,11 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import RUN, Stored, digests, load, random_bytes, randomness, unflushed, untouched  # noqa: F401
+from checkpoints import (
+    RUN,
+    Stored,
+    digests,
+    load,
+    random_bytes,
+    randomness,
+    unflushed,  # noqa: F401
+    untouched,
+    write_file,
+)
 from safetensors import safe_open
 from sharded_models import MODELS, V3, Model, config_of, published, tensors_of, write_model
 
 from mla_convert import api
+from mla_convert.comparing import compare
 from mla_convert.errors import BadInputError, CannotError
 from mla_convert.formats.huggingface import open_checkpoint
 from mla_convert.geometry import Layout
@@ -64,6 +75,7 @@ def test_there_and_back(name: str, layout: Layout, tmp_path: Path) -> None:
         assert bool(kv) is (layout is Layout.COMBINED)
     back = reshard(at, 1, to=HUGGINGFACE, layout=Layout.COMBINED)
     assert load(back) == load(source)
+    assert compare(source, at).is_same
     assert json.loads((back / "config.json").read_bytes()) == config_of(model)
     assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert len(open_checkpoint(back).tensors) == len(tensors_of(model))
