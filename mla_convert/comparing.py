@@ -160,7 +160,8 @@ def compare(
         broken = _broken_guards(b, "B") | _broken_guards(a, "A")
     finally:
         progress.finish()
-    return Comparison(left, right, tuple(_with_fault(line, broken.get(line.name)) for line in lines))
+    lines = tuple(_with_fault(line, broken.pop(line.name, None)) for line in lines)
+    return Comparison(left, right, (*lines, *(Line("!", name, fault) for name, fault in broken.items())))
 
 
 def _with_fault(line: Line, fault: str | None) -> Line:

@@ -14,12 +14,12 @@ from dataclasses import replace
 from mla_convert import storage
 from mla_convert.catalogue import Catalogue, SourceTensor
 from mla_convert.plan import Copy, TargetTensor, Zeros
-from mla_convert.reading import read_at
+from mla_convert.reading import read_at, read_into
 from mla_convert.tensors import DTYPE_BITS, byte_runs
 
 #: Bytes of a band, and bytes read for one piece of a band, at most (but a row at least).
-BAND = 8 << 20
-READ = 32 << 20
+BAND = 2 << 20
+READ = 8 << 20
 #: Runs at least this long are worth a system call each.
 _LONG_RUN = 64 << 10
 #: A row with this many unwanted bytes is better skipped, read by read, than read.
@@ -54,6 +54,7 @@ class Gatherer:
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
         self._opened: dict[str, int] = {}
+        self._scratch = bytearray()
 
     def __enter__(self) -> Gatherer:
         return self
@@ -137,15 +138,16 @@ class Gatherer:
         offset = at[0] * row_bytes + (at[1] * bits >> 3)
         fd = self._open(tensor.file)
         if width == stride == row_bytes:
-            view[offset : offset + count * width] = read_at(fd, count * width, start, tensor.file)
+            read_into(fd, view[offset : offset + count * width], start, tensor.file)
             return
         if stride - width > _SKIP:
             _announce(fd, start, (count - 1) * stride + width)
             for _ in range(count):
-                view[offset : offset + width] = read_at(fd, width, start, tensor.file)
+                read_into(fd, view[offset : offset + width], start, tensor.file)
                 offset, start = offset + row_bytes, start + stride
             return
-        data = memoryview(read_at(fd, (count - 1) * stride + width, start, tensor.file))
+        data = self._scratch_of((count - 1) * stride + width)
+        read_into(fd, data, start, tensor.file)
         if width == row_bytes:
             pieces = [data[at : at + width] for at in range(0, count * stride, stride)]
             view[offset : offset + count * width] = b"".join(pieces)
@@ -153,6 +155,12 @@ class Gatherer:
         for place in range(0, count * stride, stride):
             view[offset : offset + width] = data[place : place + width]
             offset += row_bytes
+
+    def _scratch_of(self, size: int) -> memoryview:
+        """Memory that is used again and again: fresh pages for every read would cost more than the read."""
+        if len(self._scratch) < size:
+            self._scratch = bytearray(size)
+        return memoryview(self._scratch)[:size]
 
     def _open(self, file: str) -> int:
         if file not in self._opened:

@@ -13,6 +13,7 @@ from mla_convert.formats.huggingface import INDEX_SUFFIX, rank_folder
 from mla_convert.formats.huggingface_edit import MARK, mark_layout
 from mla_convert.geometry import AttentionBlock, Layout, find_blocks
 from mla_convert.layouts import LaidOut, edit_layout, lay_out
+from mla_convert.merging import ShardingMark
 from mla_convert.plan import (
     CarriedFile,
     GeneratedFile,
@@ -22,7 +23,7 @@ from mla_convert.plan import (
 )
 from mla_convert.sharding import ReshardOptions, Sharder, count_ranks
 from mla_convert.strict_json import dump_json
-from mla_convert.whole import Format, ShardingMark, Whole
+from mla_convert.whole import Format, Whole
 
 #: Weights in one file of an output whose source does not tell which file they belong in.
 FILE_BYTES = 5_000_000_000
@@ -158,7 +159,7 @@ def _indexes(files: Sequence[RewrittenFile], format: Format, ranks: int) -> Iter
     for file in files:
         folders.setdefault(file.name.rpartition("/")[0], []).append(file)
     for folder, held in folders.items():
-        if len(held) == 1 and held[0].name.endswith("model.safetensors"):
+        if len(held) == 1 and held[0].name.rpartition("/")[2] == "model.safetensors":
             continue
         weight_map = {t.spec.name: f.name.rpartition("/")[2] for f in held for t in f.tensors}
         total = sum(target.spec.nbytes for file in held for target in file.tensors)

@@ -119,6 +119,26 @@ def test_both_layouts_that_contradict_each_other(tmp_path: Path) -> None:
     assert line.note == f"{name} row 0 differs from {line.name} row 16 in B"
 
 
+def test_scales_of_k_and_v_that_contradict_each_other(tmp_path: Path) -> None:
+    """A combined tensor has one scale for a block of K and V; what it would not show must not pass as the same."""
+    source = write_model(
+        tmp_path / "source", Model(heads=2, nope=24, v=40, rank=32, fp8=(64, 32), indexer=True)
+    )
+    halved = split(source)
+    assert compare(source, halved).is_same
+    name = "model.layers.0.self_attn.v_b_proj.weight_scale_inv"
+    value = load(halved)[name].data
+    for path in halved.glob("*.safetensors"):
+        data = path.read_bytes()
+        at = data.find(value)
+        if at > 0:
+            path.write_bytes(data[:at] + b"\1\2\3\4" + data[at + 4 :])
+    result = compare(source, halved)
+    assert [(x.symbol, "belong to one block" in x.note) for x in result.lines if x.symbol not in "=*"] == [
+        ("!", True)
+    ]
+
+
 def test_a_checkpoint_without_mla(tmp_path: Path) -> None:
     for folder, byte in (("a", b"\1"), ("b", b"\2")):
         (tmp_path / folder).mkdir()
