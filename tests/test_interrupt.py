@@ -75,9 +75,16 @@ def start(mode: str, here: Path, *more: str, before: str = "") -> subprocess.Pop
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=_hear_signals,
     )
     wait_for(here / "waiting", process)
     return process
+
+
+def _hear_signals() -> None:
+    """The tests themselves may run under ``nohup``, whose children ignore SIGHUP."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def wait_for(path: Path, process: subprocess.Popen[str] | None = None) -> None:
