@@ -8,23 +8,35 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mla_convert import storage
 from mla_convert.catalogue import Catalogue, OtherFile, SourceFile
 from mla_convert.combining import CombineOptions, plan_combine
 from mla_convert.engine import RunOptions, RunReport, run_plan
 from mla_convert.errors import BadInputError, UsageError
-from mla_convert.formats.huggingface import INDEX_SUFFIX, MANIFEST_NAME, no_such_path, open_checkpoint
+from mla_convert.formats.huggingface import (
+    INDEX_SUFFIX,
+    MANIFEST_NAME,
+    Folder,
+    no_such_path,
+    open_checkpoint,
+    read_catalogue,
+)
 from mla_convert.geometry import AttentionBlock, find_blocks
 from mla_convert.hub_source import HubCheckpoint, HubId, cache_folder, hub_id
 from mla_convert.inspection import describe_group, group_blocks, inspect_document
 from mla_convert.manifest import read_manifest
 from mla_convert.plan import Plan
 from mla_convert.progress import Progress, SilentProgress
+from mla_convert.resharding import plan_reshard
+from mla_convert.sharding import ReshardOptions
 from mla_convert.splitting import SplitOptions, plan_split
 from mla_convert.staging import check_replaceable, check_target, finished_already, staging_folder
 from mla_convert.storage import plain
+from mla_convert.whole import Format, Whole, open_whole, read_whole
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +47,14 @@ class Conversion:
         plan: What was to be done.
         output: The output folder.
         blocks: The attention blocks of the source.
+        inventory: Its tensors as one checkpoint, which the blocks are blocks of.
         report: What was done; None for a dry run.
     """
 
     plan: Plan
     output: Path
     blocks: tuple[AttentionBlock, ...]
+    inventory: Catalogue
     report: RunReport | None
 
     def document(self) -> dict[str, Any]:
@@ -54,7 +68,7 @@ class Conversion:
             "plan": plan.digest(),
             "layout": plan.manifest["layout"],
             "attention": [
-                describe_group(plan.catalogue, group) for group in group_blocks(plan.catalogue, self.blocks)
+                describe_group(self.inventory, group) for group in group_blocks(self.inventory, self.blocks)
             ],
             "files": {
                 "rewritten": len(plan.rewritten),
@@ -68,6 +82,8 @@ class Conversion:
             },
             "warnings": [*plan.warnings, *(report.warnings if report else [])],
         }
+        if plan.operation == "reshard":
+            document["options"] = dict(plan.options)
         if report is None:
             document["steps"] = plan.describe()
         else:
@@ -105,12 +121,8 @@ def inspect(
     Raises:
         MlaConvertError: As :func:`open_checkpoint` and :func:`find_blocks` do; HubError besides.
     """
-    asked = hub_id(source)
-    if asked is not None:
-        catalogue = HubCheckpoint(asked).catalogue(progress or SilentProgress())
-    else:
-        catalogue = open_checkpoint(Path(source))
-    return catalogue, inspect_document(catalogue, find_blocks(catalogue, trust_shapes=trust_shapes))
+    whole = _Source.of(source, progress or SilentProgress()).whole()
+    return whole.logical, inspect_document(whole, find_blocks(whole.logical, trust_shapes=trust_shapes))
 
 
 def split(
@@ -138,8 +150,9 @@ def split(
     """
     options = options or SplitOptions()
 
-    def plan(catalogue: Catalogue) -> Plan:
-        return plan_split(catalogue, options)
+    def plan(source: _Source) -> tuple[Plan, Catalogue]:
+        catalogue = source.catalogue()
+        return plan_split(catalogue, options), catalogue
 
     return _convert(source, output, "-split", plan, run, progress, dry_run, options.trust_shapes)
 
@@ -160,18 +173,72 @@ def combine(
     """
     options = options or CombineOptions()
 
-    def plan(catalogue: Catalogue) -> Plan:
+    def plan(source: _Source) -> tuple[Plan, Catalogue]:
+        catalogue = source.catalogue()
         manifest = None if options.ignore_manifest else read_manifest(catalogue.root)
-        return plan_combine(catalogue, manifest, options)
+        return plan_combine(catalogue, manifest, options), catalogue
 
     return _convert(source, output, "-combined", plan, run, progress, dry_run, options.trust_shapes)
+
+
+def reshard(
+    source: str | Path,
+    output: Path | None = None,
+    options: ReshardOptions | None = None,
+    *,
+    run: RunOptions | None = None,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> Conversion:
+    """Deal ``source`` out to tensor-parallel ranks, or put its ranks together, into ``output`` (``SOURCE-tpN``).
+
+    Without options, it becomes one Hugging Face checkpoint. Arguments and errors are those of :func:`split`.
+    """
+    options = options or ReshardOptions(1, to=Format.HUGGINGFACE)
+
+    def plan(source: _Source) -> tuple[Plan, Catalogue]:
+        whole = source.whole()
+        return plan_reshard(whole, options), whole.logical
+
+    return _convert(source, output, f"-tp{options.tp}", plan, run, progress, dry_run, options.trust_shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What a command reads: what lies at ``path``, or a commit on the Hub and its place in the cache."""
+
+    path: Path
+    hub: HubCheckpoint | None
+    progress: Progress
+
+    @classmethod
+    def of(cls, source: str | Path, progress: Progress) -> _Source:
+        asked = hub_id(source)
+        if asked is None:
+            return cls(_local_source(Path(source)), None, progress)
+        return cls(cache_folder(asked), HubCheckpoint(asked), progress)
+
+    def catalogue(self) -> Catalogue:
+        """The inventory of a Hugging Face checkpoint."""
+        found = self._read(read_catalogue, open_checkpoint)
+        _check_names(found)
+        return found
+
+    def whole(self) -> Whole:
+        """The inventory of a checkpoint in any format."""
+        found = self._read(read_whole, open_whole)
+        _check_names(found.source)
+        return found
+
+    def _read(self, folder: Callable[[Folder], T], path: Callable[[Path], T]) -> T:
+        return self.hub.read(folder, self.progress, (MANIFEST_NAME,)) if self.hub else path(self.path)
 
 
 def _convert(
     source: str | Path,
     output: Path | None,
     suffix: str,
-    make_plan: Callable[[Catalogue], Plan],
+    make_plan: Callable[[_Source], tuple[Plan, Catalogue]],
     run: RunOptions | None,
     progress: Progress | None,
     dry_run: bool,
@@ -184,28 +251,26 @@ def _convert(
     if target.name in ("", ".."):
         target = target.resolve()
     check_target(path, target, overwrite=run.overwrite)
+    opened = _Source.of(source, progress)
 
-    def planned(catalogue: Catalogue) -> tuple[Plan, tuple[AttentionBlock, ...]]:
-        _check_names(catalogue)
-        return make_plan(catalogue), find_blocks(catalogue, trust_shapes=trust_shapes)
+    def planned() -> tuple[Plan, Catalogue, tuple[AttentionBlock, ...]]:
+        with _without_collector():
+            plan, inventory = make_plan(opened)
+            return plan, inventory, find_blocks(inventory, trust_shapes=trust_shapes)
 
-    checkpoint = None if asked is None else HubCheckpoint(asked)
-    with _without_collector():
-        catalogue = checkpoint.catalogue(progress, (MANIFEST_NAME,)) if checkpoint else open_checkpoint(path)
-        plan, blocks = planned(catalogue)
+    plan, inventory, blocks = planned()
     is_finished = finished_already(target, plan.digest())
-    if not is_finished and (dry_run or checkpoint):
+    if not is_finished and (dry_run or opened.hub):
         check_replaceable(target, overwrite=run.overwrite)
     if dry_run:
-        return Conversion(plan, target, blocks, None)
-    if checkpoint and not is_finished and checkpoint.missing():  # all that headers can tell is in order
-        run = replace(run, resume_command=_pinned(run.resume_command, checkpoint))
-        _check_space(checkpoint, plan, target)
-        del catalogue, plan, blocks  # they take as much memory as those that follow
-        checkpoint.download(progress, run.resume_command)
-        with _without_collector():
-            plan, blocks = planned(checkpoint.catalogue(progress, (MANIFEST_NAME,)))
-    return Conversion(plan, target, blocks, run_plan(plan, target, run, progress))
+        return Conversion(plan, target, blocks, inventory, None)
+    if opened.hub and not is_finished and opened.hub.missing():  # all that headers can tell is in order
+        run = replace(run, resume_command=_pinned(run.resume_command, opened.hub))
+        _check_space(opened.hub, plan, target)
+        del plan, inventory, blocks  # they take as much memory as those that follow
+        opened.hub.download(progress, run.resume_command)
+        plan, inventory, blocks = planned()
+    return Conversion(plan, target, blocks, inventory, run_plan(plan, target, run, progress))
 
 
 def _local_source(path: Path) -> Path:

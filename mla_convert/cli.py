@@ -40,7 +40,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Split, combine and verify the KV up-projection of Multi-head Latent Attention checkpoints.",
+    help="Split, combine, reshard and verify Multi-head Latent Attention checkpoints.",
 )
 
 Json = Annotated[
@@ -159,7 +159,7 @@ def root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Split, combine and verify the KV up-projection of Multi-head Latent Attention checkpoints."""
+    """Split, combine, reshard and verify Multi-head Latent Attention checkpoints."""
 
 
 @app.command()
@@ -266,6 +266,124 @@ def combine(
         _report(
             console, api.combine(path, output, options, run=run, progress=console.progress(), dry_run=dry_run)
         )
+
+
+@app.command()
+def reshard(
+    path: Source,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks of the output.", metavar="N")],
+    output: Output = None,
+    to: Annotated[
+        Literal["huggingface", "deepseek"] | None,
+        typer.Option(
+            "--to",
+            help="Format of the output: huggingface (one folder a rank) or deepseek (one file a rank); "
+            "default: that of PATH.",
+            metavar="FORMAT",
+        ),
+    ] = None,
+    layout: Annotated[
+        Literal["split", "combined"] | None,
+        typer.Option(
+            "--layout",
+            help="Split or combine the KV up-projections on the way: split or combined; default: as they are.",
+            metavar="LAYOUT",
+        ),
+    ] = None,
+    experts: Annotated[
+        Literal["ep", "tp"],
+        typer.Option(
+            "--experts",
+            help="Deal out routed experts whole, in order (ep), or a slice of each to every rank (tp).",
+            metavar="ep|tp",
+        ),
+    ] = "ep",
+    reblock: Annotated[
+        bool,
+        typer.Option("--reblock", help="Make FP8 scale blocks finer where a rank's border cuts through one."),
+    ] = False,
+    pad_vocabulary: Annotated[
+        bool,
+        typer.Option("--pad-vocabulary", help="Add rows of zeros to a vocabulary that does not divide by N."),
+    ] = False,
+    trust_shapes: TrustShapes = False,
+    dry_run: DryRun = False,
+    overwrite: Overwrite = False,
+    restart: Restart = False,
+    workers: Workers = None,
+    link: Link = LinkMode.AUTO,
+    checksum: Checksum = False,
+    json: Json = False,
+    quiet: Quiet = 0,
+    verbose: Verbose = 0,
+    color: Color = "auto",
+) -> None:
+    """Deal a checkpoint out to tensor-parallel ranks, or put ranks together.
+
+    Reads any number of ranks in either format and writes any other, in one pass and without changing a weight.
+    A number of ranks that would cut through a head, an expert or an FP8 scale block is refused before a weight is
+    read, with the legal ones.
+    """
+    console = Console.create(json=json, quiet=quiet, verbose=verbose, color=color)
+    with reporting(console):
+        from mla_convert import api
+        from mla_convert.engine import RunOptions
+        from mla_convert.geometry import Layout
+        from mla_convert.shard import Experts
+        from mla_convert.sharding import ReshardOptions
+        from mla_convert.whole import Format
+
+        run = RunOptions(workers or DEFAULT_WORKERS, link, overwrite, restart, checksum, resume_command())
+        options = ReshardOptions(
+            tp=tp,
+            to=Format(to) if to else None,
+            layout=Layout(layout) if layout else None,
+            experts=Experts(experts),
+            reblock=reblock,
+            pad_vocabulary=pad_vocabulary,
+            trust_shapes=trust_shapes,
+        )
+        _report(
+            console, api.reshard(path, output, options, run=run, progress=console.progress(), dry_run=dry_run)
+        )
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(help="A checkpoint in any format, on any ranks.", metavar="A")],
+    b: Annotated[Path, typer.Argument(help="The checkpoint to compare it with.", metavar="B")],
+    workers: Workers = None,
+    trust_shapes: TrustShapes = False,
+    json: Json = False,
+    quiet: Quiet = 0,
+    verbose: Verbose = 0,
+    color: Color = "auto",
+) -> None:
+    """Compare two checkpoints, tensor by tensor.
+
+    Formats, numbers of ranks and layouts may differ: tensors are compared whole, under their Hugging Face names, K
+    and V put together. Symbols: = the same, * the same but stored in another layout or in other scale blocks,
+    ! different, - only in A, + only in B. Exits with 10 if anything is different, or there on one side only.
+    """
+    console = Console.create(json=json, quiet=quiet, verbose=verbose, color=color)
+    with reporting(console):
+        from mla_convert.comparing import compare
+        from mla_convert.render import show_comparison
+
+        result = compare(
+            a,
+            b,
+            workers=workers or DEFAULT_WORKERS,
+            trust_shapes=trust_shapes,
+            progress=console.progress(),
+        )
+        console.result(
+            result.document(),
+            human=lambda out: show_comparison(out, result, everything=verbose > 0),
+            quiet="same" if result.is_same else "different",
+        )
+        if not result.is_same:
+            raise DifferenceError(f"{a} and {b} differ", details=result.differences())
 
 
 @app.command("verify")

@@ -71,7 +71,7 @@ def plan_combine(catalogue: Catalogue, manifest: Manifest | None, options: Combi
     combined: dict[str, TargetTensor] = {}
     guards: list[EqualRows] = []
     for block in blocks:
-        targets, conditions = _combined_fields(catalogue, block)
+        targets, conditions = combined_fields(catalogue, block)
         combined |= {target.spec.name: target for target in targets}
         guards += conditions
     original = (
@@ -117,7 +117,7 @@ def _not_compared(catalogue: Catalogue, blocks: Sequence[AttentionBlock]) -> lis
     ]
 
 
-def _combined_fields(
+def combined_fields(
     catalogue: Catalogue, block: AttentionBlock
 ) -> tuple[list[TargetTensor], list[EqualRows]]:
     """The combined tensors of one block, and what must hold for them to be right."""

@@ -22,11 +22,12 @@ from typing import Any, NoReturn
 from mla_convert import storage
 from mla_convert.catalogue import OtherFile, SourceFile
 from mla_convert.errors import BadInputError, DifferenceError, InterruptedRunError, LocalIOError
-from mla_convert.filling import fill, opened_tensor, read_at, read_rows, sha256_of_range
+from mla_convert.filling import equal_tensors, fill, opened_tensor, read_rows, sha256_of_range
 from mla_convert.formats.huggingface import MANIFEST_NAME
 from mla_convert.manifest import new_manifest, pack, read_manifest, sha256_of
-from mla_convert.plan import CarriedFile, Plan, RewrittenFile
+from mla_convert.plan import CarriedFile, EqualRows, Plan, RewrittenFile
 from mla_convert.progress import Progress
+from mla_convert.reading import read_at
 from mla_convert.staging import Staging
 from mla_convert.storage import LinkMode, Way
 from mla_convert.strict_json import dump_json
@@ -128,6 +129,7 @@ class _Run:
         self.progress.start(self.plan.operation, self.plan.bytes_total, "bytes")
         try:
             with self._signals():
+                self._check_replicas()
                 self._work(jobs)
                 self._finish()
         except _StoppedError:
@@ -222,11 +224,42 @@ class _Run:
 
     def _check_guards(self) -> None:
         for guard in self.plan.guards:
+            if not isinstance(guard, EqualRows):
+                if not equal_tensors(self.plan.catalogue, guard.left, guard.right):
+                    raise BadInputError(
+                        guard.otherwise, hint="the checkpoint was changed since it was sharded"
+                    )
+                continue
             left = read_rows(self.plan.catalogue, guard.left, guard.left_row, guard.count)
             if left != read_rows(self.plan.catalogue, guard.right, guard.right_row, guard.count):
                 raise BadInputError(
                     guard.otherwise, hint="the split checkpoint was changed; combine cannot choose for you"
                 )
+
+    def _check_replicas(self) -> None:
+        """What every rank holds in full must be the same on all of them, by its hash."""
+        found: dict[str, str] = {}
+
+        def hash_one(key: str) -> None:
+            tensor = self.plan.catalogue.tensors[key]
+            with opened_tensor(self.plan.catalogue, key) as fd:
+                digest = sha256_of_range(fd, tensor.start, tensor.spec.nbytes, key, self._check_stop)
+            with self._tally:
+                found[key] = digest
+
+        self._work([partial(hash_one, key) for one in self.plan.replicas for key in one.keys])
+        details = []
+        for one in self.plan.replicas:
+            differing = [key.partition(":")[0] for key in one.keys if found[key] != found[one.keys[0]]]
+            if differing:
+                details.append(f"{one.name}: rank {', '.join(differing)} differs from rank 0")
+        if details:
+            raise BadInputError(
+                f"{len(details)} of {len(self.plan.replicas)} tensors that every rank holds are not the same on all "
+                f"ranks; {details[0]}",
+                hint="the ranks were not saved together, or one was trained on; none of them can be chosen for you",
+                details=details,
+            )
 
     def _best_way(self) -> Way:
         """How weights can be shared between source and output: tried, on the smallest weight file.
@@ -297,6 +330,7 @@ class _Run:
         path = self.staging.files / file.name
         reflink = self._way == "reflink"
         with storage.os_errors(path, "write"):
+            path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             try:
                 storage.preallocate(fd, file.size, reserve=not reflink)

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mla_convert import storage
 from mla_convert.catalogue import Catalogue
-from mla_convert.errors import BadInputError
-from mla_convert.plan import Copy, Dequantise, Inline, Requantise, RewrittenFile, TargetTensor
+from mla_convert.gathering import Gatherer, is_strided
+from mla_convert.plan import Copy, Dequantise, Inline, Requantise, RewrittenFile, TargetTensor, Zeros
 from mla_convert.quant import decode_scales, dequantise_rows, requantise_rows
+from mla_convert.reading import read_at
 from mla_convert.storage import OnBytes
 from mla_convert.tensors import Run, byte_runs
 
@@ -44,10 +45,17 @@ def fill(fd: int, file: RewrittenFile, catalogue: Catalogue, *, reflink: bool, o
     """
     storage.write_at(fd, 0, file.header)
     on_bytes(len(file.header))
-    shared = _move_ranges(fd, file, catalogue, reflink, on_bytes)
+    gathered = {target.spec.name for target in file.tensors if _is_gathered(target, catalogue)}
+    shared = _move_ranges(fd, file, catalogue, gathered, reflink, on_bytes)
+    with Gatherer(catalogue) as gatherer:
+        for target, offset in file.placed():
+            if target.spec.name in gathered:
+                for at, band in gatherer.bands(target):
+                    storage.write_at(fd, offset + at, band)
+                    on_bytes(len(band))
     for target, offset in file.placed():
         for piece in target.pieces:
-            if isinstance(piece, Copy):
+            if isinstance(piece, Copy) or target.spec.name in gathered:
                 continue
             data, row = _computed(piece, target, catalogue)
             storage.write_at(fd, offset + row * target.spec.row_nbytes, data)
@@ -55,11 +63,26 @@ def fill(fd: int, file: RewrittenFile, catalogue: Catalogue, *, reflink: bool, o
     return shared
 
 
-def _move_ranges(fd: int, file: RewrittenFile, catalogue: Catalogue, reflink: bool, on_bytes: OnBytes) -> int:
+def _is_gathered(target: TargetTensor, catalogue: Catalogue) -> bool:
+    """True if a tensor is better made up in memory than moved range by range."""
+    return any(
+        isinstance(piece, Copy) and is_strided(piece, catalogue.tensors[piece.source], target)
+        for piece in target.pieces
+    )
+
+
+def _move_ranges(
+    fd: int,
+    file: RewrittenFile,
+    catalogue: Catalogue,
+    gathered: Collection[str],
+    reflink: bool,
+    on_bytes: OnBytes,
+) -> int:
     shared = 0
     opened: dict[str, int] = {}
     try:
-        for piece in _merged(_ranges(file, catalogue)):
+        for piece in _merged(_ranges(file, catalogue, gathered)):
             if piece.file not in opened:
                 opened[piece.file] = storage.open_source(catalogue.files[piece.file].path)
             run = piece.run
@@ -72,10 +95,12 @@ def _move_ranges(fd: int, file: RewrittenFile, catalogue: Catalogue, reflink: bo
     return shared
 
 
-def _ranges(file: RewrittenFile, catalogue: Catalogue) -> Iterator[_Range]:
+def _ranges(file: RewrittenFile, catalogue: Catalogue, gathered: Collection[str]) -> Iterator[_Range]:
     for target, offset in file.placed():
-        if target.is_carried:
-            whole = catalogue.tensors[target.spec.name]
+        if target.spec.name in gathered:
+            continue
+        whole = catalogue.tensors.get(target.spec.name)
+        if target.is_carried and whole and whole.spec == target.spec:
             yield _Range(whole.file, Run(whole.start, offset, whole.stop - whole.start))
             continue
         for piece in target.pieces:
@@ -109,11 +134,13 @@ def _merged(ranges: Iterator[_Range]) -> Iterator[_Range]:
 
 
 def _computed(
-    piece: Dequantise | Requantise | Inline, target: TargetTensor, catalogue: Catalogue
+    piece: Dequantise | Requantise | Inline | Zeros, target: TargetTensor, catalogue: Catalogue
 ) -> tuple[bytes, int]:
     """The bytes of one computed piece and the row they start at."""
     if isinstance(piece, Inline):
         return piece.data, 0
+    if isinstance(piece, Zeros):
+        return bytes(piece.count * target.spec.row_nbytes), piece.at
     columns = target.spec.shape[1]
     codes = memoryview(read_rows(catalogue, piece.source, piece.row, piece.count))
     if isinstance(piece, Dequantise):
@@ -146,20 +173,26 @@ def read_rows(catalogue: Catalogue, name: str, row: int, count: int) -> bytes:
         return read_at(fd, count * size, tensor.start + row * size, tensor.file)
 
 
-def read_at(fd: int, count: int, offset: int, name: str) -> bytes:
-    """Exactly ``count`` bytes from ``offset``; ``name`` is the file's, for messages."""
-    with storage.os_errors(name, f"read byte {offset} of"):
-        parts = []
-        while count:
-            part = os.pread(fd, count, offset)
-            if not part:
-                raise BadInputError(
-                    f"{storage.plain(name)} ends early, at byte {offset}", hint="was it truncated meanwhile?"
-                )
-            parts.append(part)
-            offset += len(part)
-            count -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+def equal_tensors(catalogue: Catalogue, left: TargetTensor, right: TargetTensor) -> bool:
+    """True if two ways to make up a tensor, both of copies and zeros, give the same bytes."""
+    if (left.spec.dtype, left.spec.shape) != (right.spec.dtype, right.spec.shape):
+        return False
+    with Gatherer(catalogue) as one, Gatherer(catalogue) as other:
+        return equal_bands(one.bands(left), other.bands(right))
+
+
+def equal_bands(left: Iterator[tuple[int, memoryview]], right: Iterator[tuple[int, memoryview]]) -> bool:
+    """True if two tensors of one size, a band at a time, have the same bytes."""
+    a = b = memoryview(b"")
+    while True:
+        a = a or next(left, (0, a))[1]
+        b = b or next(right, (0, b))[1]
+        count = min(len(a), len(b))
+        if not count:
+            return len(a) == len(b)
+        if bytes(a[:count]) != bytes(b[:count]):  # by memcmp, which views do not use
+            return False
+        a, b = a[count:], b[count:]
 
 
 def sha256_of_range(fd: int, offset: int, length: int, name: str, on_bytes: OnBytes) -> str:

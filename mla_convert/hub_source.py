@@ -11,17 +11,26 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from mla_convert import storage
-from mla_convert.catalogue import Catalogue, OtherFile, SourceFile
+from mla_convert.catalogue import OtherFile, SourceFile
 from mla_convert.errors import BadInputError, HubError, InterruptedRunError, LocalIOError, UsageError
-from mla_convert.formats.huggingface import CONFIG_NAMES, INDEX_SUFFIX, Folder, is_skipped, read_catalogue
+from mla_convert.formats.huggingface import (
+    CONFIG_NAMES,
+    INDEX_SUFFIX,
+    Folder,
+    is_skipped,
+    parse_rank_folder,
+)
 from mla_convert.formats.safetensors import MAX_HEADER_LENGTH, SafetensorsHeader, parse_header
 from mla_convert.hub_client import HubClient, RemoteFile, StoppedError, in_parallel
 from mla_convert.progress import Progress
 from mla_convert.storage import FileIdentity, human_bytes
+
+T = TypeVar("T")
 
 PREFIX = "hf://"
 #: Headers read at a time, and files downloaded at a time; a file that was cut short starts over.
@@ -104,6 +113,7 @@ class HubCheckpoint:
         origin: ``hf://org/name@commit``.
         root: Where the cache has the commit's files; those that are not there yet are :meth:`missing`.
         files: Every file of the commit that a conversion accounts for.
+        warnings: What the user should know about how the files were found.
     """
 
     def __init__(self, asked: HubId) -> None:
@@ -117,7 +127,7 @@ class HubCheckpoint:
         self.commit = self.hub.resolve(asked.revision)
         self.origin = f"{PREFIX}{asked.repository}@{self.commit}"
         self.root = cache_folder(asked) / "snapshots" / self.commit
-        self._warnings: tuple[str, ...] = ()
+        self.warnings: tuple[str, ...] = ()
         self._is_guess = False
         files = self.hub.cached_tree(self.commit) if self.hub.offline else self.hub.tree(self.commit)
         if files is None:
@@ -132,7 +142,7 @@ class HubCheckpoint:
         files = {
             name: RemoteFile((self.root / name).stat().st_size, None) for name in Folder(self.root).walk()
         }
-        self._warnings = (
+        self.warnings = (
             f"HF_HUB_OFFLINE is set: {self.origin} is taken as the cache has it ({len(files)} files); whether "
             "the repository has more is not known",
         )
@@ -140,24 +150,30 @@ class HubCheckpoint:
 
     # What is in it
 
-    def catalogue(self, progress: Progress, also: Iterable[str] = ()) -> Catalogue:
-        """The checkpoint's inventory. Of weights that are not in the cache only the headers are requested.
+    def read(self, reader: Callable[[Folder], T], progress: Progress, also: Iterable[str] = ()) -> T:
+        """The checkpoint's inventory, as ``reader`` makes it. Of weights not in the cache only headers are requested.
 
         Args:
+            reader: ``read_catalogue`` or ``read_whole``.
             progress: Told how many headers are read.
             also: Small files to download besides index and configuration, if the commit has them.
 
         Raises:
-            MlaConvertError: As ``open_checkpoint`` does; HubError besides.
+            MlaConvertError: As the reader does; HubError besides.
         """
-        top = [name for name in self.files if "/" not in name]
         small = {*CONFIG_NAMES, *also}
         with self.hub.explaining(self.origin, self.root):
-            for name in top:
-                if (name in small or name.endswith(INDEX_SUFFIX)) and not self.is_here(name):
+            for name in self.files:
+                base = name.rpartition("/")[2]
+                is_wanted = base in small or base.endswith(INDEX_SUFFIX)
+                if is_wanted and _holds_weights(name) and not self.is_here(name):
                     self._download(name, lambda _: None)
+        if self.missing():
+            found: Folder = _HubFolder(self, progress)
+        else:
+            found = Folder(self.root, self.origin, self.warnings)
         try:
-            found = read_catalogue(_HubFolder(self, progress) if self.missing() else Folder(self.root))
+            return reader(found)
         except BadInputError as error:
             if not self._is_guess:
                 raise
@@ -166,7 +182,6 @@ class HubCheckpoint:
                 hint="unset HF_HUB_OFFLINE, so that what is missing can be downloaded",
                 details=error.details,
             ) from error
-        return replace(found, origin=self.origin, warnings=(*self._warnings, *found.warnings))
 
     def header(self, name: str) -> SafetensorsHeader:
         """The header of a weight file by two range requests: its length, then itself.
@@ -332,31 +347,43 @@ def cached_snapshot(origin: str) -> Path | None:
 class _HubFolder(Folder):
     """A commit whose files are partly not here: answers from the list of files and from headers."""
 
-    def __init__(self, checkpoint: HubCheckpoint, progress: Progress) -> None:
-        super().__init__(checkpoint.root)
-        self._checkpoint, self._progress = checkpoint, progress
+    def __init__(self, checkpoint: HubCheckpoint, progress: Progress, prefix: str = "") -> None:
+        super().__init__(checkpoint.root / prefix, checkpoint.origin, checkpoint.warnings)
+        self._checkpoint, self._progress, self._prefix = checkpoint, progress, prefix
         self._headers: dict[str, SafetensorsHeader] = {}
 
     def __str__(self) -> str:
-        return self._checkpoint.origin
+        return f"{self._checkpoint.origin}/{self._prefix}".removesuffix("/")
 
     def entries(self) -> list[str]:
-        return sorted({name.partition("/")[0] for name in self._checkpoint.files})
+        return sorted({name.partition("/")[0] for name in self.walk()})
 
     def walk(self) -> Iterator[str]:
-        return iter(sorted(self._checkpoint.files))
+        for name in sorted(self._checkpoint.files):
+            if name.startswith(self._prefix):
+                yield name.removeprefix(self._prefix)
+
+    def within(self, name: str) -> Folder:
+        inner = _HubFolder(self._checkpoint, self._progress, f"{self._prefix}{name}/")
+        inner._headers = self._headers
+        return inner
+
+    def holds_folder(self, name: str) -> bool:
+        return any(other.startswith(f"{name}/") for other in self.walk())
 
     def weights(self, name: str) -> SourceFile:
-        if self._is_absent(name) and name not in self._headers:
+        whole = self._prefix + name
+        if self._is_absent(whole) and whole not in self._headers:
             self._read_headers()
-        if name not in self._headers:
+        if whole not in self._headers:
             return super().weights(name)
-        return SourceFile(name, self.root / name, self._headers[name], self._identity(name))
+        return SourceFile(name, self.root / name, self._headers[whole], self._identity(whole))
 
     def other(self, name: str) -> OtherFile:
-        if not self._is_absent(name):
+        whole = self._prefix + name
+        if not self._is_absent(whole):
             return super().other(name)
-        return OtherFile(name, self.root / name, self._identity(name))
+        return OtherFile(name, self.root / name, self._identity(whole))
 
     def _is_absent(self, name: str) -> bool:
         return not self._checkpoint.is_here(name)
@@ -366,7 +393,11 @@ class _HubFolder(Folder):
 
     def _read_headers(self) -> None:
         """All that will be asked for, a few at a time."""
-        names = [name for name in self.entries() if name.endswith(".safetensors") and self._is_absent(name)]
+        names = [
+            name
+            for name in self._checkpoint.files
+            if name.endswith(".safetensors") and self._is_absent(name) and _holds_weights(name)
+        ]
 
         def work(name: str, stop: threading.Event) -> None:
             self._headers[name] = self._checkpoint.header(name)
@@ -378,3 +409,9 @@ class _HubFolder(Folder):
                 in_parallel(work, names, HEADER_WORKERS)
         finally:
             self._progress.finish()
+
+
+def _holds_weights(name: str) -> bool:
+    """True for a file at the top or in a rank's folder; what lies deeper is carried over unread."""
+    folder = name.rpartition("/")[0]
+    return not folder or parse_rank_folder(folder) is not None

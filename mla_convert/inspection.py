@@ -9,7 +9,9 @@ from typing import Any
 from mla_convert.catalogue import Catalogue
 from mla_convert.geometry import AttentionBlock, text_config
 from mla_convert.names import UP_PROJECTIONS
-from mla_convert.quant import Scheme
+from mla_convert.shard import candidate_sizes, why_not
+from mla_convert.sharding import reshard_demands
+from mla_convert.whole import Whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,50 +67,31 @@ def group_blocks(catalogue: Catalogue, blocks: Iterable[AttentionBlock]) -> tupl
 
 
 def tensor_parallel_sizes(
-    catalogue: Catalogue, blocks: Sequence[AttentionBlock], also: Iterable[int] = ()
+    whole: Whole, blocks: Sequence[AttentionBlock], also: Iterable[int] = ()
 ) -> tuple[TensorParallelSize, ...]:
     """Every size that divides some block's heads, and the powers of two up to the largest: legal or why not.
 
-    A size is legal if each rank gets whole heads of every block, and whole FP8 scale blocks where there are any.
-    Rows are no measure: 20 heads of 448 rows divide by 8, but give 2.5 heads a rank.
+    A size is legal if ``reshard`` would do it: whole heads, experts and FP8 scale blocks for each rank (``shard``).
     """
-    largest = max(block.heads for block in blocks)
-    sizes = {size for block in blocks for size in range(1, block.heads + 1) if block.heads % size == 0}
-    sizes |= {1 << bit for bit in range(largest.bit_length()) if 1 << bit <= largest}
-    return tuple(
-        TensorParallelSize(size, _why_not(catalogue, blocks, size)) for size in sorted(sizes | set(also))
-    )
+    wanted = reshard_demands(whole, blocks)
+    sizes = candidate_sizes((block.heads for block in blocks), also)
+    return tuple(TensorParallelSize(size, next(iter(why_not(wanted, size)), None)) for size in sizes)
 
 
-def _why_not(catalogue: Catalogue, blocks: Sequence[AttentionBlock], size: int) -> str | None:
-    for block in blocks:
-        if block.heads % size:
-            return f"{block.heads} heads of {block.prefix.rstrip('.')} do not divide by {size}"
-    for block in blocks:
-        for part, quantisation in block.quantisation.items():
-            spec = catalogue.tensors[block.tensor(part)].spec
-            if quantisation.scheme is Scheme.BLOCK and quantisation.block:
-                rows, rest = divmod(spec.shape[0], size)
-                if size > 1 and (rest or rows % quantisation.block[0]):
-                    return (
-                        f"{spec.shape[0]} rows of {block.module(part)} over {size} ranks are {spec.shape[0] / size:g} "
-                        f"each, not whole FP8 blocks of {quantisation.block[0]}"
-                    )
-    return None
-
-
-def inspect_document(catalogue: Catalogue, blocks: Sequence[AttentionBlock]) -> dict[str, Any]:
+def inspect_document(whole: Whole, blocks: Sequence[AttentionBlock]) -> dict[str, Any]:
     """Everything ``inspect --json`` prints."""
+    catalogue = whole.logical
     config = catalogue.config.value if catalogue.config else {}
     text = text_config(config)
     stored = sum(tensor.spec.nbytes for tensor in catalogue.tensors.values())
     index = catalogue.index.value if catalogue.index else {}
     stated = index.get("metadata", {}).get("total_size")
-    sizes = tensor_parallel_sizes(catalogue, blocks)
+    sizes = tensor_parallel_sizes(whole, blocks)
     layouts = {block.layout for block in blocks}
     return {
         "path": catalogue.label,
-        "format": "huggingface",
+        "format": str(whole.format),
+        "ranks": whole.ranks,
         "model_type": config.get("model_type"),
         "text_model_type": text.get("model_type"),
         "layout": str(next(iter(layouts))) if len(layouts) == 1 else "mixed",

@@ -82,7 +82,19 @@ class Inline:
         return ["inline", hashlib.sha256(self.data).hexdigest()]
 
 
-Piece = Copy | Dequantise | Requantise | Inline
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    """``count`` rows of zeros from row ``at`` of the target: padding of a vocabulary."""
+
+    at: int
+    count: int
+
+    def describe(self) -> list[Any]:
+        """Canonical form for the plan's hash and for ``--json``."""
+        return ["zeros", self.at, self.count]
+
+
+Piece = Copy | Dequantise | Requantise | Inline | Zeros
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +196,44 @@ class EqualRows:
 
 
 @dataclass(frozen=True, slots=True)
+class EqualTensors:
+    """A condition on the source: two ways to make up a tensor must give the same bytes. Copies and zeros only."""
+
+    left: TargetTensor
+    right: TargetTensor
+    otherwise: str
+
+    def describe(self) -> list[Any]:
+        """Canonical form."""
+        return [self.left.describe(), self.right.describe()]
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """A condition on the source: a tensor that several ranks hold in full, by its key on each, is the same on all."""
+
+    name: str
+    keys: tuple[str, ...]
+
+    def describe(self) -> list[Any]:
+        """Canonical form."""
+        return ["replicas", *self.keys]
+
+
+Guard = EqualRows | EqualTensors
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything a conversion will do.
 
     Attributes:
-        operation: ``split`` or ``combine``.
+        operation: ``split``, ``combine`` or ``reshard``.
         options: The options that change bytes, for the manifest and the hash.
         catalogue: The source.
         rewritten, carried, generated: The output's files.
         guards: Conditions on source bytes, checked before anything is written.
+        replicas: Tensors that must be the same on every rank, checked before anything is written.
         hashed: Source tensors whose sha256 goes into the manifest.
         manifest: The manifest's fields that are known beforehand; the engine adds sizes and hashes.
         warnings: Sentences worth showing the user.
@@ -204,7 +245,8 @@ class Plan:
     rewritten: tuple[RewrittenFile, ...]
     carried: tuple[CarriedFile, ...]
     generated: tuple[GeneratedFile, ...]
-    guards: tuple[EqualRows, ...] = ()
+    guards: tuple[Guard, ...] = ()
+    replicas: tuple[Replicas, ...] = ()
     hashed: tuple[str, ...] = ()
     manifest: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -264,7 +306,7 @@ class Plan:
                 {"name": file.name, "size": file.size, "sha256": hashlib.sha256(file.data).hexdigest()}
                 for file in self.generated
             ],
-            "guards": [guard.describe() for guard in self.guards],
+            "guards": [guard.describe() for guard in (*self.guards, *self.replicas)],
         }
 
     def digest(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mla_convert.api import Conversion
+from mla_convert.comparing import SYMBOLS
 from mla_convert.console import facts, shell_word, table
 from mla_convert.inspection import group_blocks
 from mla_convert.progress import format_bytes, format_duration
@@ -13,10 +14,12 @@ from mla_convert.progress import format_bytes, format_duration
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
 
+    from mla_convert.comparing import Comparison
     from mla_convert.demo import DemoResult
     from mla_convert.push import PushResult
     from mla_convert.verification.result import LayerResult, VerifyReport
 
+_FORMATS = {"huggingface": "Hugging Face safetensors", "deepseek": "DeepSeek inference shards"}
 _WAYS = {
     "reflink": "shared by reflink",
     "hard": "hard-linked",
@@ -32,10 +35,11 @@ def show_inspection(console: RichConsole, document: Mapping[str, Any]) -> None:
     if document["text_model_type"] not in (None, document["model_type"]):
         kind += f" ({document['text_model_type']})"
     share = size["up_projections"] / size["tensors"] if size["tensors"] else 0
+    ranks = f", {_count(document['ranks'], 'rank')}" if document["ranks"] > 1 else ""
     pairs: list[tuple[str, object]] = [
         ("path", document["path"]),
         ("model", kind),
-        ("format", f"Hugging Face safetensors, {_count(document['files'], 'file')}"),
+        ("format", f"{_FORMATS[document['format']]}, {_count(document['files'], 'file')}" + ranks),
         ("tensors", f"{document['tensors']} ({_dtypes(document['dtypes'])})"),
         ("size", format_bytes(size["files"])),
         ("layout", document["layout"]),
@@ -76,9 +80,13 @@ def show_conversion(console: RichConsole, result: Conversion) -> None:
     if report is not None and report.already_done:
         done = f"{plan.operation}: already done"
     pairs: list[tuple[str, object]] = [("output", result.output)]
-    for group in group_blocks(plan.catalogue, result.blocks):
+    for group in group_blocks(result.inventory, result.blocks):
         label = "MTP layer" if group.first.is_mtp else "layers"
-        pairs.append((label, f"{group.layers}: {group.first.dims}, {group.storage(plan.catalogue)}"))
+        pairs.append((label, f"{group.layers}: {group.first.dims}, {group.storage(result.inventory)}"))
+    if plan.operation == "reshard":
+        count, experts = plan.options["tp"], plan.options["experts"]
+        ranks = f"{_count(count, 'rank')}, {_FORMATS[plan.options['to']]}"
+        pairs.append(("written as", ranks + (f", experts by {experts.upper()}" if count > 1 else "")))
     pairs.append(
         ("rewritten", f"{_count(len(plan.rewritten), 'file')}, {format_bytes(plan.bytes_rewritten)}")
     )
@@ -94,6 +102,22 @@ def show_conversion(console: RichConsole, result: Conversion) -> None:
     console.print(facts(pairs, title=f"{done} {plan.catalogue.label}"))
     if report is not None and plan.operation == "split":
         console.print(f"\nnext: mla-convert verify {shell_word(str(result.output))}")
+
+
+def show_comparison(console: RichConsole, result: Comparison, *, everything: bool) -> None:
+    """The result of ``diff``: a line for each tensor that is not the same on both sides, or for each tensor."""
+    rows = [
+        (line.symbol, line.name, line.note or "-")
+        for line in result.lines
+        if everything or line.symbol != "="
+    ]
+    if rows:
+        console.print(table(("", "tensor", "found"), rows))
+        console.print()
+    counts = {symbol: sum(line.symbol == symbol for line in result.lines) for symbol in SYMBOLS}
+    pairs = [(f"{symbol} {SYMBOLS[symbol]}", count) for symbol, count in counts.items() if count]
+    console.print(facts([("A", result.left), ("B", result.right), *pairs]))
+    console.print(f"\n{'✓ the same tensors' if result.is_same else '✗ they DIFFER'}")
 
 
 def show_verification(console: RichConsole, report: VerifyReport) -> None:

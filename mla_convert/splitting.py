@@ -78,7 +78,7 @@ def plan_split(catalogue: Catalogue, options: SplitOptions) -> Plan:
         block_rows = (quantisation.block[0], split_block[0]) if quantisation.block and split_block else (1, 1)
         for field in up_projection_fields(block, specs, quantisation, block_rows):
             replaced[field.combined.name] = tuple(
-                _split_field(field, specs[field.name], part) for part in HALVES
+                split_field(field, specs[field.name], part) for part in HALVES
             )
     layout = Layout.BOTH if options.keep_combined else Layout.SPLIT
     renamed = {block.module(Part.KV_B): [block.module(part) for part in HALVES] for block in blocks}
@@ -106,7 +106,8 @@ def plan_split(catalogue: Catalogue, options: SplitOptions) -> Plan:
     )
 
 
-def _split_field(field: Field, source: TensorSpec, part: Part) -> TargetTensor:
+def split_field(field: Field, source: TensorSpec, part: Part) -> TargetTensor:
+    """One half of a field, out of the combined tensor ``source``."""
     target = field.split[part]
     if field.moves is None:
         return TargetTensor(target, (whole(source),))

@@ -301,7 +301,7 @@ def _read(fd: int, offset: int, length: int) -> bytes:
     return data
 
 
-def write_at(fd: int, offset: int, data: bytes) -> None:
+def write_at(fd: int, offset: int, data: bytes | memoryview) -> None:
     """Write all of ``data`` at ``offset``, however little the kernel takes at a time."""
     view = memoryview(data)
     while view:

@@ -69,6 +69,10 @@ class Stored:
         """The bytes of each row, [rows, bytes a row]."""
         return torch.frombuffer(bytearray(self.data), dtype=torch.uint8).reshape(self.shape[0], -1)
 
+    def bytes_by_element(self) -> torch.Tensor:
+        """The bytes of each element, [..., bytes an element]."""
+        return torch.frombuffer(bytearray(self.data), dtype=torch.uint8).reshape(*self.shape, -1)
+
 
 @dataclass(frozen=True)
 class Recipe:

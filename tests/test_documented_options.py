@@ -26,6 +26,10 @@ SURFACE = {
     "inspect": EVERYWHERE | {"path", "--trust-shapes"},
     "split": EVERYWHERE | WRITING | {"path", "--keep-combined", "--dequantize"},
     "combine": EVERYWHERE | WRITING | {"path", "--ignore-manifest"},
+    "reshard": EVERYWHERE
+    | WRITING
+    | {"path", "--tp", "--to", "--layout", "--experts", "--reblock", "--pad-vocabulary"},
+    "diff": EVERYWHERE | {"a", "b", "--workers", "--trust-shapes"},
     "verify": EVERYWHERE
     | {"path", "--against", "--tp", "--layers", "--seq", "--dtype", "--backend", "--device", "--skip-carried"}
     | {"--no-control", "--no-record", "--seed", "--trust-shapes"},

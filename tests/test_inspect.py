@@ -15,6 +15,7 @@ from mla_convert.formats.safetensors import build_header
 from mla_convert.geometry import find_blocks
 from mla_convert.inspection import group_blocks, tensor_parallel_sizes
 from mla_convert.tensors import TensorSpec
+from mla_convert.whole import open_whole
 
 
 def inspected(folder: Path) -> dict[str, Any]:
@@ -38,6 +39,7 @@ def test_the_whole_document(tmp_path: Path) -> None:
     assert inspected(source) == {
         "path": str(source),
         "format": "huggingface",
+        "ranks": 1,
         "model_type": "deepseek_v3",
         "text_model_type": "deepseek_v3",
         "layout": "combined",
@@ -56,7 +58,12 @@ def test_the_whole_document(tmp_path: Path) -> None:
         ],
         "layers_without_mla": [1],
         "sparse_attention": None,
-        "tensor_parallel": {"legal": [1, 2, 4], "illegal": {}},
+        "tensor_parallel": {
+            "legal": [1, 2],
+            "illegal": {
+                "4": "10 rows of model.embed_tokens do not divide by 4; --pad-vocabulary adds rows of zeros"
+            },
+        },
         "warnings": [],
     }
 
@@ -137,8 +144,8 @@ MODELS: dict[str, tuple[int, int, int, int, bool, list[int]]] = {
 def test_tensor_parallel_sizes(
     heads: int, nope: int, v: int, rank: int, fp8: bool, legal: list[int], tmp_path: Path
 ) -> None:
-    catalogue = open_checkpoint(large(tmp_path / "m", heads, nope, v, rank, fp8=fp8))
-    sizes = tensor_parallel_sizes(catalogue, find_blocks(catalogue))
+    whole = open_whole(large(tmp_path / "m", heads, nope, v, rank, fp8=fp8))
+    sizes = tensor_parallel_sizes(whole, find_blocks(whole.logical))
     assert [size.size for size in sizes if size.is_legal] == legal
     illegal = {size.size: size.reason or "" for size in sizes if not size.is_legal}
     for size, reason in illegal.items():
@@ -151,9 +158,9 @@ def test_tensor_parallel_sizes(
 
 
 def test_a_size_that_was_asked_for(tmp_path: Path) -> None:
-    catalogue = open_checkpoint(write_checkpoint(tmp_path / "m"))
-    sizes = tensor_parallel_sizes(catalogue, find_blocks(catalogue), also=[3])
-    assert [(size.size, size.is_legal) for size in sizes] == [(1, True), (2, True), (3, False), (4, True)]
+    whole = open_whole(write_checkpoint(tmp_path / "m"))
+    sizes = tensor_parallel_sizes(whole, find_blocks(whole.logical), also=[3])
+    assert [(size.size, size.is_legal) for size in sizes] == [(1, True), (2, True), (3, False), (4, False)]
 
 
 def test_groups_keep_unlike_blocks_apart(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 
 from mla_convert.catalogue import Catalogue, JsonFile, OtherFile, SourceFile, SourceTensor
 from mla_convert.errors import BadInputError, CannotError, UsageError
-from mla_convert.formats.safetensors import read_header
+from mla_convert.formats.deepseek import parse_rank_file
+from mla_convert.formats.safetensors import read_open_header
 from mla_convert.names import parse_up_projection
 from mla_convert.storage import identify, os_errors
 from mla_convert.strict_json import MAX_BYTES, open_regular, parse_json, read_up_to
@@ -25,7 +26,7 @@ MANIFEST_NAME = "mla-convert.json"
 INDEX_SUFFIX = ".safetensors.index.json"
 CONFIG_NAMES = ("config.json", "params.json")
 _SHARD = re.compile(r"(.*?)(\d+)-of-(\d+)\.safetensors")
-_RANK = re.compile(r"model\d+-mp(\d+)\.safetensors")
+_RANK_FOLDER = re.compile(r"rank(\d+)-of-(\d+)")
 _MEGATRON = re.compile(r"\.metadata$|latest_checkpointed_iteration\.txt$|mp_rank_\d|iter_\d|.*\.distcp$")
 _SKIPPED_FOLDERS = frozenset({".git", ".cache", ".huggingface", "__pycache__"})
 
@@ -34,26 +35,41 @@ class Folder:
     """Where the files of a checkpoint are: on disk, under ``root``. Names are relative to it, with slashes.
 
     ``hub_source`` answers the same questions for a repository whose weights are not here.
+
+    Attributes:
+        root: The folder.
+        origin: ``hf://org/name@commit`` if ``root`` is a commit's place in the Hub's cache.
+        warnings: What the user should know about where the files come from.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    def __init__(self, root: Path, origin: str | None = None, warnings: tuple[str, ...] = ()) -> None:
+        self.root, self.origin, self.warnings = root, origin, warnings
 
     def __str__(self) -> str:
-        return str(self.root)
+        return self.origin or str(self.root)
 
     def entries(self) -> list[str]:
         """What is at the top, in order."""
-        return _entries(self.root)
+        with os_errors(self.root, "list"):
+            return sorted(entry.name for entry in self.root.iterdir())
 
     def walk(self) -> Iterator[str]:
         """Every file that a conversion has to account for."""
         return _walk(self.root, "")
 
+    def within(self, name: str) -> Folder:
+        """The folder of that name in this one."""
+        return Folder(self.root / name, self.origin and f"{self.origin}/{name}")
+
+    def holds_folder(self, name: str) -> bool:
+        """True if there is a folder of that name in this one."""
+        return (self.root / name).is_dir()
+
     def weights(self, name: str) -> SourceFile:
         """A weight file, with its header."""
         path = self.root / name
-        return SourceFile(name, path, read_header(path), identify(path))
+        with open_regular(path) as file:  # once: another file of this name would be noticed before publishing
+            return SourceFile(name, path, read_open_header(file, str(path)), identify(file.fileno()))
 
     def other(self, name: str) -> OtherFile:
         """A file that is carried over as it is."""
@@ -81,6 +97,17 @@ def is_skipped(name: str) -> bool:
     return not _SKIPPED_FOLDERS.isdisjoint(name.split("/")[:-1])
 
 
+def rank_folder(rank: int, ranks: int) -> str:
+    """The folder of one rank of a checkpoint that lies sharded under Hugging Face names."""
+    return f"rank{rank}-of-{ranks}"
+
+
+def parse_rank_folder(name: str) -> tuple[int, int] | None:
+    """(rank, ranks) of a folder's name; None if it is no such folder."""
+    found = _RANK_FOLDER.fullmatch(name)
+    return (int(found[1]), int(found[2])) if found else None
+
+
 def open_checkpoint(path: Path) -> Catalogue:
     """Read the inventory of a checkpoint: headers, index and configuration, never a weight.
 
@@ -92,13 +119,21 @@ def open_checkpoint(path: Path) -> Catalogue:
         BadInputError: The checkpoint is damaged or contradicts itself.
         CannotError: It is a checkpoint of a kind this reader does not handle.
     """
+    folder = folder_of(path)
+    return read_catalogue(folder) if folder else _open_file(path)
+
+
+def folder_of(path: Path) -> Folder | None:
+    """The folder that ``path`` stands for: itself, that of an index, a cache's snapshot; None for another file.
+
+    Raises:
+        UsageError: There is nothing at ``path``, or a cache without one snapshot to choose.
+    """
     if not os.path.lexists(path):
         raise no_such_path(path)
     if path.name.endswith(INDEX_SUFFIX) and path.is_file():
         path = path.parent
-    if not path.is_dir():
-        return _open_file(path)
-    return read_catalogue(Folder(_snapshot(path)))
+    return Folder(_snapshot(path)) if path.is_dir() else None
 
 
 def read_catalogue(folder: Folder) -> Catalogue:
@@ -115,16 +150,17 @@ def read_catalogue(folder: Folder) -> Catalogue:
         index.value["weight_map"] = {
             sys.intern(name): file for name, file in index.value["weight_map"].items()
         }
-    others, more = _others(folder, files, index)
+    others, more = other_files(folder, files, index)
     return Catalogue(
         root=folder.root,
         single_file=False,
         files=files,
         tensors=tensors,
-        config=_read_config(folder.root),
+        config=read_config(folder.root),
         index=index,
         others=others,
-        warnings=(*warnings, *more),
+        warnings=(*folder.warnings, *warnings, *more),
+        origin=folder.origin,
     )
 
 
@@ -140,7 +176,7 @@ def _open_file(path: Path) -> Catalogue:
         single_file=True,
         files=files,
         tensors=_tensors(files, None),
-        config=_read_config(path.parent),
+        config=read_config(path.parent),
         index=None,
         others=(),
     )
@@ -149,7 +185,7 @@ def _open_file(path: Path) -> Catalogue:
 def _snapshot(path: Path) -> Path:
     """A Hub cache folder (``models--org--name``) stands for the snapshot that it holds."""
     snapshots = path / "snapshots"
-    if not snapshots.is_dir() or any(name.endswith(".safetensors") for name in _entries(path)):
+    if not snapshots.is_dir() or any(name.endswith(".safetensors") for name in Folder(path).entries()):
         return path
     found = sorted(entry for entry in snapshots.iterdir() if entry.is_dir())
     main = path / "refs" / "main"
@@ -168,11 +204,13 @@ def _snapshot(path: Path) -> Path:
 def _weight_names(folder: Folder) -> list[str]:
     entries = folder.entries()
     names = [name for name in entries if name.endswith(".safetensors")]
-    ranks = [name for name in names if (found := _RANK.fullmatch(name)) and int(found[1]) > 1]
-    if ranks:
+    ranks = [name for name in names if (found := parse_rank_file(name)) and found[1] > 1]
+    folders = [name for name in entries if parse_rank_folder(name) and folder.holds_folder(name)]
+    if ranks or folders:
+        what = f"{len(ranks)} tensor-parallel rank files" if ranks else f"{len(folders)} folders of ranks"
         raise CannotError(
-            f"{folder} holds {len(ranks)} tensor-parallel rank files, {ranks[0]} among them",
-            hint="give the checkpoint that they were made from",
+            f"{folder} holds {what}, {(ranks or folders)[0]} among them",
+            hint="inspect, reshard and diff read it; `mla-convert reshard --tp 1` makes one checkpoint of it",
         )
     if names:
         return names
@@ -187,11 +225,6 @@ def _weight_names(folder: Folder) -> list[str]:
     raise BadInputError(
         f"{folder} holds no .safetensors files ({len(entries)} entries)", hint="is the download complete?"
     )
-
-
-def _entries(path: Path) -> list[str]:
-    with os_errors(path, "list"):
-        return sorted(entry.name for entry in path.iterdir())
 
 
 def _require_whole_series(folder: Folder, names: Sequence[str]) -> None:
@@ -330,14 +363,15 @@ def _read_json_object(root: Path, name: str) -> JsonFile:
     return JsonFile(name, data, value)
 
 
-def _read_config(root: Path) -> JsonFile | None:
+def read_config(root: Path) -> JsonFile | None:
+    """``config.json`` or ``params.json``, if there is one."""
     for name in CONFIG_NAMES:
         if os.path.lexists(root / name):
             return _read_json_object(root, name)
     return None
 
 
-def _others(
+def other_files(
     folder: Folder, files: Mapping[str, SourceFile], index: JsonFile | None
 ) -> tuple[tuple[OtherFile, ...], list[str]]:
     """Every file that is neither weights nor rewritten, found recursively; our own manifest is not carried."""

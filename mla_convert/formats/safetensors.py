@@ -27,7 +27,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, BinaryIO
 
 from mla_convert.errors import BadInputError
 from mla_convert.strict_json import open_regular, parse_json, read_up_to, shown
@@ -83,12 +83,16 @@ def read_header(path: str | os.PathLike[str]) -> SafetensorsHeader:
         BadInputError: not a regular file, or not a sound safetensors file of the right size.
         LocalIOError: the file system refused to open or read it.
     """
-    where = os.fspath(path)
     with open_regular(path) as file:
-        file_size = os.fstat(file.fileno()).st_size
-        prefix = read_up_to(file, _LENGTH_BYTES, where=where)
-        length = _json_length(prefix, file_size, where)
-        raw = prefix + read_up_to(file, length, where=where)
+        return read_open_header(file, os.fspath(path))
+
+
+def read_open_header(file: BinaryIO, where: str) -> SafetensorsHeader:
+    """:func:`read_header` of an open file, from its beginning; ``where`` is its name, for messages."""
+    file_size = os.fstat(file.fileno()).st_size
+    prefix = read_up_to(file, _LENGTH_BYTES, where=where)
+    length = _json_length(prefix, file_size, where)
+    raw = prefix + read_up_to(file, length, where=where)
     return parse_header(raw, file_size, where)
 
 
