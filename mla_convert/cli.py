@@ -6,33 +6,39 @@ and ``combine`` never load PyTorch.
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from mla_convert import __version__
-from mla_convert.console import Console, guard_broken_pipe, shell_word
-from mla_convert.errors import (
-    DifferenceError,
-    ExitCode,
-    InterruptedRunError,
-    LocalIOError,
-    MlaConvertError,
-    UsageError,
+from mla_convert.console import Console, guard_broken_pipe
+from mla_convert.errors import DifferenceError, ExitCode, UsageError
+from mla_convert.options import (
+    DEFAULT_WORKERS,
+    Checksum,
+    Color,
+    DryRun,
+    Json,
+    Link,
+    Location,
+    Output,
+    Overwrite,
+    Quiet,
+    Restart,
+    Source,
+    TrustShapes,
+    Verbose,
+    Workers,
+    parse_layers,
+    parse_location,
 )
-from mla_convert.storage import LinkMode, plain
+from mla_convert.reporting import reporting, resume_command
+from mla_convert.storage import LinkMode
 
 if TYPE_CHECKING:
     from mla_convert.api import Conversion
-
-    Location = Path | str  # a str is hf://org/name[@revision]
-else:
-    Location = Path  # Typer knows no unions; the parser decides
 
 app = typer.Typer(
     name="mla-convert",
@@ -42,109 +48,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Split, combine, reshard and verify Multi-head Latent Attention checkpoints.",
 )
-
-Json = Annotated[
-    bool,
-    typer.Option("--json", help="Print one JSON document on stdout, and events as JSON lines on stderr."),
-]
-Quiet = Annotated[
-    int,
-    typer.Option("-q", "--quiet", count=True, help="Print only the result; twice: only errors.", metavar=""),
-]
-Verbose = Annotated[
-    int, typer.Option("-v", "--verbose", count=True, help="Print more; twice: tracebacks too.", metavar="")
-]
-Color = Annotated[
-    Literal["auto", "always", "never"],
-    typer.Option(
-        "--color", help="When to use colour; NO_COLOR and FORCE_COLOR are honoured.", metavar="WHEN"
-    ),
-]
-
-
-def _location(text: str) -> Location:
-    return text if text.startswith("hf://") else Path(text)
-
-
-Source = Annotated[
-    Location,
-    typer.Argument(
-        help="A checkpoint folder, one .safetensors file, or hf://org/name[@revision] on the Hub.",
-        metavar="PATH",
-        parser=_location,
-    ),
-]
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "-o",
-        "--output",
-        help="Folder to write; default: beside PATH, or here if that is hf://.",
-        metavar="OUT",
-    ),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and write nothing.")]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an existing output of this tool, atomically.")
-]
-Restart = Annotated[bool, typer.Option("--restart", help="Discard an unfinished run instead of resuming it.")]
-Workers = Annotated[
-    int | None,
-    typer.Option(
-        "--workers",
-        min=1,
-        max=256,
-        envvar="MLA_CONVERT_WORKERS",
-        help="Files moved at a time; default: one a processor, at most 4.",
-        metavar="N",
-    ),
-]
-Link = Annotated[
-    LinkMode,
-    typer.Option(
-        "--link",
-        help="How unchanged weight files reach the output: auto, reflink, hard or copy.",
-        metavar="MODE",
-    ),
-]
-Checksum = Annotated[
-    bool, typer.Option("--checksum", help="Read every file and record its sha256 in the manifest.")
-]
-TrustShapes = Annotated[
-    bool, typer.Option("--trust-shapes", help="Let tensor shapes win where config.json contradicts them.")
-]
-
-DEFAULT_WORKERS = min(4, os.cpu_count() or 1)
-
-
-@contextmanager
-def reporting(console: Console) -> Iterator[None]:
-    """Turn whatever ends a command into a message and an exit code."""
-    try:
-        yield
-    except MlaConvertError as error:
-        console.error(error)
-        raise typer.Exit(error.exit_code) from None
-    except KeyboardInterrupt:
-        console.error(InterruptedRunError("interrupted", hint=f"run it again: {resume_command()}"))
-        raise typer.Exit(ExitCode.INTERRUPTED) from None
-    except (typer.Exit, typer.Abort):
-        raise
-    except OSError as error:  # what no reader or writer has explained
-        where = f"{plain(error.filename)}: " if error.filename else ""
-        console.error(LocalIOError(f"{where}{error.strerror or error}"))
-        raise typer.Exit(ExitCode.LOCAL_IO) from None
-    except Exception as error:
-        console.unexpected(error)
-        raise typer.Exit(ExitCode.UNEXPECTED) from None
-
-
-def resume_command() -> str:
-    """This command as the user can type it to go on: ``--restart`` would discard what is finished."""
-    words = sys.argv[1:]
-    options = words[: words.index("--")] if "--" in words else words
-    words = [word for word in options if word != "--restart"] + words[len(options) :]
-    return " ".join(shell_word(word) for word in ["mla-convert", *words])
 
 
 def _version(wanted: bool) -> None:
@@ -394,7 +297,7 @@ def verify_command(
             help="A checkpoint, hf://org/name[@revision] too; without one: the checkpoint in this folder, else the "
             "built-in demo model.",
             metavar="PATH",
-            parser=_location,
+            parser=parse_location,
         ),
     ] = None,
     against: Annotated[
@@ -404,7 +307,7 @@ def verify_command(
             help="The original to compare with, hf://org/name[@revision] too; default: where the manifest says it "
             "was.",
             metavar="PATH",
-            parser=_location,
+            parser=parse_location,
         ),
     ] = None,
     tp: Annotated[
@@ -577,21 +480,6 @@ def push_command(
         for warning in result.warnings:
             console.warning(warning)
         console.result(result.document(), human=lambda out: show_push(out, result), quiet=result.url)
-
-
-def parse_layers(text: str) -> tuple[int, ...]:
-    """``0,3,60-61`` -> (0, 3, 60, 61).
-
-    Raises:
-        UsageError: It is no such list.
-    """
-    layers: set[int] = set()
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()) or int(last or first) - int(first) > 100_000:
-            raise UsageError(f"--layers {text}: {part.strip()!r} is neither a layer nor a range such as 3-7")
-        layers |= set(range(int(first), int(last or first) + 1))
-    return tuple(sorted(layers))
 
 
 def _report(console: Console, result: Conversion) -> None:
