@@ -1,7 +1,7 @@
 """Splits and verifies one full-size layer of each model family, and prints the table of errors.
 
-    python -m benchmarks.verify_layers [--families deepseek_v32,deepseek_v3,glm_5] [--tp 1,8] [--tokens 4096]
-                                       [--backend tilelang] [--results FILE.md]
+    python -m benchmarks.verify_layers [--families deepseek_v32,deepseek_v3,glm_5] [--tp 1,8] [--cp 1] [--tokens 4096]
+                                       [--backend tilelang] [--backward] [--launch] [--results FILE.md]
 
 Weights are random, with the shapes, the FP8 format and the configuration of the published model. Everything runs
 through the commands a user has: ``mla-convert split``, then ``mla-convert verify``.
@@ -132,7 +132,7 @@ def command(*arguments: str) -> tuple[int, dict[str, Any]]:
 
 COLUMNS = (
     "model", "tp", "heads a rank", "attention", "cosine", "standard error", "absorbed error", "worst head",
-    "worst row", "selection differs", "control", "seconds", "passed",
+    "worst row", "selection differs", "gradients", "control", "absorbed seconds", "seconds", "passed",
 )  # fmt: skip
 
 
@@ -154,10 +154,22 @@ def row(family: Family, tp: int, code: int, report: dict[str, Any]) -> list[str]
         f"{absorbed['worst_head']['relative']:.2e}",
         f"{absorbed['worst_row']['relative']:.2e}",
         _selection(selection) if selection else "-",
+        _gradients(layer["gradients"]),
         "caught" if control else "-",
+        f"{layer['absorbed_seconds']:.2f}",
         f"{layer['seconds']:.1f}",
         "yes" if report["passed"] and code == 0 else f"NO (exit {code})",
     ]
+
+
+def _gradients(gradients: list[dict[str, Any]]) -> str:
+    """How many are right, the lowest cosine with float64, and the largest error over its limit."""
+    if not gradients:
+        return "-"
+    passed = sum(gradient["passed"] for gradient in gradients)
+    lowest = min(gradient["absorbed"]["cosine"] for gradient in gradients)
+    strain = max(gradient["absorbed"]["relative"] / gradient["limit"]["relative"] for gradient in gradients)
+    return f"{passed} of {len(gradients)}, cosine {lowest:.6f}, error {strain:.2f} of its limit"
 
 
 def _selection(selection: dict[str, Any]) -> str:
@@ -171,11 +183,13 @@ def _selection(selection: dict[str, Any]) -> str:
 def markdown(rows: list[list[str]], settings: dict[str, Any], ran: dict[str, str], tokens: int) -> str:
     """The table with how it was made."""
     parts = ", ".join(f"{part}: {by}" for part, by in sorted(ran.items()))
-    device = settings.get("devices", ["-"])[0]
+    device = ", ".join(settings.get("devices", ["-"]))
+    if settings.get("process_group"):
+        parts += f"; {settings['processes']} processes over {settings['process_group']}"
     lines = [
         f"# Full-size layers, {date.today().isoformat()}",
         "",
-        "`python -m benchmarks.verify_layers`",
+        f"`python -m benchmarks.verify_layers {' '.join(sys.argv[1:])}`".replace(" `", "`"),
         "",
         f"{device}, {settings.get('dtype')}, {tokens} tokens, {parts}. Errors are relative to float64 "
         "(the norm of the difference over the norm of the reference); cosine is of the absorbed output with float64. "
@@ -194,7 +208,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--families", default=",".join(FAMILIES))
     parser.add_argument("--tp", default="1,8")
+    parser.add_argument("--cp", default="1")
     parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--backward", action="store_true")
+    parser.add_argument("--launch", action="store_true")
     parser.add_argument("--backend", default="tilelang")
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()
@@ -212,9 +229,11 @@ def main() -> int:
                 print(f"{name}: split failed with {code}", file=sys.stderr)
                 return 1
             for tp in map(int, options.tp.split(",")):
+                wanted = ["--backward"] if options.backward else []
+                wanted += ["--launch"] if options.launch and tp * int(options.cp) > 1 else []
                 code, report = command(
-                    "verify", f"{source}-split", "--tp", str(tp), "--seq", str(options.tokens),
-                    "--backend", options.backend,
+                    "verify", f"{source}-split", "--tp", str(tp), "--cp", options.cp, "--seq", str(options.tokens),
+                    "--backend", options.backend, *wanted,
                 )  # fmt: skip
                 rows.append(row(family, tp, code, report))
                 settings, ran = report.get("settings", settings), {**ran, **report.get("ran", {})}

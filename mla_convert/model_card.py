@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mla_convert.console import visible
 from mla_convert.errors import CannotError
 from mla_convert.manifest import Manifest
+from mla_convert.streams import visible
 
 BEGIN = "<!-- mla-convert: begin (written by mla-convert push; edit outside these marks) -->"
 END = "<!-- mla-convert: end -->"

@@ -18,14 +18,15 @@ import torch
 from mla_convert import __version__, storage
 from mla_convert.catalogue import Catalogue, JsonFile
 from mla_convert.errors import BadInputError, CannotError, LocalIOError, MlaConvertError, UsageError
-from mla_convert.formats.huggingface import open_checkpoint
 from mla_convert.geometry import AttentionBlock, find_blocks, layer_config
 from mla_convert.hub_source import HubId, cached_snapshot, downloaded, hub_id
 from mla_convert.manifest import Manifest, read_manifest
 from mla_convert.progress import Progress, SilentProgress
 from mla_convert.strict_json import dump_json
+from mla_convert.tensors import TensorSpec
 from mla_convert.verification import numbers, rows, structure
 from mla_convert.verification.numbers import NumbersSettings
+from mla_convert.verification.processes import RealRanks
 from mla_convert.verification.result import Check, VerifyReport
 from mla_convert.verification.settings import (
     Pair,
@@ -35,7 +36,9 @@ from mla_convert.verification.settings import (
     largest_topk,
     make_settings,
 )
+from mla_convert.verification.sharded import ShardedReader, check_ranks, is_sharded, load, reader_of
 from mla_convert.verification.weights import LoadedBlock, TensorReader, block_spec, load_block
+from mla_convert.whole import Whole, open_whole
 
 __all__ = ["ControlFailedError", "VerifyOptions", "verify"]
 
@@ -49,23 +52,28 @@ def verify(
     against: str | Path | None = None,
     options: VerifyOptions | None = None,
     progress: Progress | None = None,
+    ranks: RealRanks | None = None,
 ) -> VerifyReport:
     """Verify a checkpoint, against its original where there is one.
 
     Args:
-        path: The checkpoint, combined or split; ``hf://org/name[@revision]`` is downloaded into the Hub's cache.
+        path: The checkpoint, combined or split, whole or on ranks; ``hf://org/name[@revision]`` is downloaded into
+            the Hub's cache.
         against: The original, named likewise. If None, the manifest's source is used if it is still there and
             unchanged; nothing is downloaded for that.
         options: What to check and how.
         progress: Who is told about progress.
+        ranks: The processes that run the ranks, seen from rank 0 (``processes.real_ranks``); None folds all ranks
+            into this process.
 
     Returns:
         The report; ``report.passed`` says whether it holds.
 
     Raises:
-        CannotError: It is no MLA checkpoint, or ``tp`` or ``backend`` cannot be.
+        CannotError: It is no MLA checkpoint, or ``tp``, ``cp`` or ``backend`` cannot be.
         BadInputError: The checkpoint cannot be read, and there is nothing to compare it with.
         ControlFailedError: The check failed to notice a planted corruption.
+        RankError: A rank failed, or the ranks lost each other.
     """
     started = time.monotonic()
     options, progress = options or VerifyOptions(), progress or SilentProgress()
@@ -80,17 +88,27 @@ def verify(
         folders.append(source)
     if isinstance(asked[0], HubId):
         options = replace(options, record=False)  # that manifest is the cache's, which must stay as it is
-    report = _Verification(folders[0] or Path(path), folders[1], options, progress, names).execute()
+    report = _Verification(folders[0] or Path(path), folders[1], options, progress, names, ranks).execute()
     report.seconds = time.monotonic() - started
     return report
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """A checkpoint that could be opened, and its blocks by prefix."""
+    """A checkpoint that could be opened, and its blocks by prefix. ``whole`` has its ranks, if it lies on ranks."""
 
     catalogue: Catalogue
     blocks: dict[str, AttentionBlock]
+    whole: Whole
+
+    def reader(self) -> TensorReader:
+        """Reads its tensors, whole."""
+        return reader_of(self.whole)
+
+
+def _specs_of(side: _Side) -> dict[str, TensorSpec]:
+    """Every tensor's spec by name."""
+    return {name: tensor.spec for name, tensor in side.catalogue.tensors.items()}
 
 
 class _Verification:
@@ -101,7 +119,9 @@ class _Verification:
         options: VerifyOptions,
         progress: Progress,
         names: Mapping[Path, str],
+        ranks: RealRanks | None,
     ) -> None:
+        self.ranks = ranks
         self.path, self.against, self.options, self.progress = path, against, options, progress
         self.names = dict(names)  # what to call folders in the Hub's cache
         self.manifest: Manifest | None = None
@@ -116,6 +136,7 @@ class _Verification:
         ours = self._open_ours(comparing=original is not None or self.manifest is not None)
         if ours is None:
             return report
+        self._as_it_lies(ours.whole)
         baseline = original or self._self_baseline(ours)
         chosen = choose_blocks(self.options, ours.catalogue, ours.blocks, baseline.blocks)
         settings = self._settings(ours, [block for block, _ in chosen])  # refuses a request before any work
@@ -163,9 +184,9 @@ class _Verification:
         return None, "the original is not there: compared with the manifest"
 
     def _side(self, path: Path) -> _Side:
-        catalogue = open_checkpoint(path)
-        blocks = find_blocks(catalogue, trust_shapes=self.options.trust_shapes)
-        return _Side(catalogue, {block.prefix: block for block in blocks})
+        whole = open_whole(path)
+        blocks = find_blocks(whole.logical, trust_shapes=self.options.trust_shapes)
+        return _Side(whole.logical, {block.prefix: block for block in blocks}, whole)
 
     def _open_ours(self, *, comparing: bool) -> _Side | None:
         try:
@@ -176,18 +197,35 @@ class _Verification:
             self.report.checks.append(Check("structure", "checkpoint", False, error.message, error.details))
             return None
 
+    def _as_it_lies(self, whole: Whole) -> None:
+        """A checkpoint that lies on ranks is run on as many, each with its own files.
+
+        Raises:
+            CannotError: Another number was asked for.
+        """
+        asked = self.options.tp if self.ranks is None else self.ranks.grid.tp
+        if not is_sharded(whole) or asked == whole.ranks:
+            return
+        if asked != 1 or self.ranks is not None:
+            raise CannotError(
+                f"--tp {asked}: {self.path} lies on {whole.ranks} ranks, and is verified as it lies",
+                hint=f"--tp {whole.ranks}, or make another of it with `mla-convert reshard --tp {asked}`",
+            )
+        self.options = replace(self.options, tp=whole.ranks)
+
     # Levels
 
     def _structure(self, ours: _Side, original: _Side | None) -> None:
 
         add = self.report.checks.append
         add(structure.check_index(ours.catalogue))
-        add(structure.check_layout_mark(ours.catalogue, ours.blocks.values()))
+        if not ours.whole.format.is_megatron:  # its keys say it, and nothing else could
+            add(structure.check_layout_mark(ours.catalogue, ours.blocks.values()))
         if self.manifest is not None and self.manifest.path.parent.samefile(ours.catalogue.root):
             add(structure.check_files(ours.catalogue, self.manifest))
         config = ours.catalogue.config
         if original is not None:
-            specs = {name: tensor.spec for name, tensor in original.catalogue.tensors.items()}
+            specs = structure.without_scales(_specs_of(original), self._dequantised(ours, original))
             add(structure.check_inventory(ours.catalogue, ours.blocks.values(), specs, "the original"))
             theirs = original.catalogue.config
             add(
@@ -195,22 +233,31 @@ class _Verification:
                     config.value if config else None, theirs.value if theirs else None, "the original"
                 )
             )
-        elif self.manifest is not None:
+        elif self.manifest is not None and self.manifest.operation != "reshard":
             specs = structure.expected_specs(self.manifest, ours.catalogue)
             add(structure.check_inventory(ours.catalogue, ours.blocks.values(), specs, "the manifest"))
             if config:
                 before = structure.original_config(self.manifest, config.name)
                 add(structure.check_config(config.value, before, "the manifest"))
 
+    def _dequantised(self, ours: _Side, original: _Side) -> set[str]:
+        """The weights that ``reshard --dequantize`` made BF16, if that is what made this checkpoint."""
+        made = self.manifest.value.get("options", {}) if self.manifest else {}
+        if not is_sharded(ours.whole) or made.get("dequantize") is None:
+            return set()
+        return structure.dequantised_weights(ours.catalogue, _specs_of(original))
+
     def _bytes(self, ours: _Side, original: _Side | None) -> None:
 
         add = self.report.checks.append
-        reader = TensorReader(ours.catalogue)
+        reader = ours.reader()
+        if isinstance(reader, ShardedReader):
+            add(check_ranks(reader))
         if original is not None:
-            theirs = TensorReader(original.catalogue)
+            theirs = original.reader()
             add(rows.check_rows(reader, theirs, ours.blocks, original.blocks))
             if self.options.carried:
-                add(rows.check_carried(reader, theirs, self.progress))
+                add(rows.check_carried(reader, theirs, self.progress, self._dequantised(ours, original)))
             else:
                 add(Check("bytes", "carried tensors", None, "not compared (--skip-carried)"))
         elif self.manifest is not None and self.manifest.operation == "split":
@@ -225,14 +272,14 @@ class _Verification:
         settings: NumbersSettings,
     ) -> None:
 
-        reader = TensorReader(ours.catalogue)
-        theirs = TensorReader(original.catalogue) if original else reader
+        reader = ours.reader()
+        theirs = original.reader() if original else reader
         self.progress.start("run attention", len(chosen), "items")
         try:
             self._run_blocks(chosen, settings, (reader, theirs), baseline)
         finally:
             self.progress.finish()
-        self.report.ran |= _by_operation(settings.backend.ran)
+        self.report.ran |= _by_operation(settings.ranks.ran())
 
     def _run_blocks(
         self,
@@ -246,8 +293,9 @@ class _Verification:
         shared: torch.Tensor | None = None
         for number, (block, theirs) in enumerate(chosen):
             try:
-                converted = load_block(readers[0], block, block_spec(readers[0].catalogue, block), device)
+                converted = load(readers[0], block, block_spec(readers[0].catalogue, block), device)
                 original = load_block(readers[1], theirs, block_spec(baseline, theirs), device)
+                settings.ranks.load(converted)
             except BadInputError as error:
                 self.report.checks.append(Check("numbers", block.prefix, False, error.message))
                 continue
@@ -291,8 +339,9 @@ class _Verification:
         return replace(ours, catalogue=replace(ours.catalogue, config=JsonFile(config.name, b"", before)))
 
     def _settings(self, ours: _Side, blocks: Sequence[AttentionBlock]) -> NumbersSettings:
-        settings = make_settings(self.options, ours.catalogue, blocks)
-        self.report.settings = describe_settings(settings, ours.catalogue, blocks, len(ours.blocks))
+        settings = make_settings(self.options, ours.catalogue, blocks, self.ranks)
+        total = len(ours.blocks)
+        self.report.settings = describe_settings(settings, ours.catalogue, blocks, total, self.ranks)
         topk = largest_topk(ours.catalogue, blocks)
         if topk and settings.tokens <= topk:
             summary = f"{settings.tokens} tokens do not exceed top-k {topk}: all are selected"

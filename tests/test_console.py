@@ -19,9 +19,10 @@ import pytest
 from rich.console import Console as RichConsole
 
 from mla_convert import __version__
-from mla_convert.console import Console, facts, guard_broken_pipe, table, visible
+from mla_convert.console import Console, facts, table
 from mla_convert.errors import BadInputError, DifferenceError, LocalIOError
 from mla_convert.progress import BarProgress, HeartbeatProgress, JsonProgress, SilentProgress
+from mla_convert.streams import guard_broken_pipe, visible
 
 MARKUP = "[bold]x[/x]"
 WEIRD = "path/[weird].safetensors"
@@ -40,9 +41,12 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+NAMES = "".join(f"from mla_convert.{module} import *\n" for module in ("console", "streams", "errors"))
+
+
 def run(script: str, env: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a script that has ``console`` names imported, with pipes for stdout and stderr."""
-    header = "import sys\nfrom mla_convert.console import *\nfrom mla_convert.errors import *\n"
+    header = "import sys\n" + NAMES
     options = {"capture_output": True, "text": True, "encoding": "utf-8", "timeout": 60} | options
     ascii_script = (header + script).encode("ascii", "backslashreplace").decode()  # LC_ALL=C reads no more
     return subprocess.run([sys.executable, "-c", ascii_script], env=environment(**env or {}), **options)
@@ -50,7 +54,7 @@ def run(script: str, env: dict[str, str] | None = None, **options: Any) -> subpr
 
 def run_on_terminal(script: str, env: dict[str, str] | None = None, width: int = 100) -> str:
     """Run a script whose stdin, stdout and stderr are one pseudo-terminal; return all it wrote."""
-    header = "import sys, time\nfrom mla_convert.console import *\nfrom mla_convert.errors import *\n"
+    header = "import sys, time\n" + NAMES
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, width))
     process = subprocess.Popen(
@@ -513,6 +517,7 @@ FLOOD = "console.result({'n': [*range(99999)]}, human=lambda out: [out.print('x'
 def test_head_ends_the_output_quietly_and_keeps_the_exit_code(flags: str, options: str) -> None:
     script = f"""
 from mla_convert.console import *
+from mla_convert.streams import *
 with guard_broken_pipe():
     console = Console.create({flags})
     {FLOOD}
@@ -529,6 +534,7 @@ with guard_broken_pipe():
 def test_guard_covers_what_bypasses_the_console(options: str) -> None:
     script = """
 from mla_convert.console import *
+from mla_convert.streams import *
 with guard_broken_pipe():
     for _ in range(99999):
         print("x" * 99)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.errors import CannotError, ExitCode
-from mla_convert.runtime import dispatch, reference
+from mla_convert.runtime import backward, dispatch, reference
 from mla_convert.runtime.dispatch import Backend, available, resolve_backend
 
 
@@ -137,23 +137,55 @@ def test_auto_records_why_a_call_went_to_the_reference(
     backend.indexer_logits(**indexer_arguments(dtype))
     assert kernels_available == []
     why = f"dtype {str(dtype)[6:]} is neither bfloat16 nor float16"
-    assert backend.ran == {f"sparse_mla: reference, {why}": 1, f"indexer_logits: reference, {why}": 1}
+    assert backend.ran == {
+        f"sparse_mla: reference, {why}": 1,
+        f"indexer_logits: reference, {why} nor float8_e4m3fn": 1,
+    }
     assert why in backend.explain()
 
 
-def test_gradients_go_to_the_reference(kernels_available: list[str]) -> None:
+@pytest.mark.parametrize("wanted", ["q_SHE", "kv_TE"])
+def test_gradients_run_the_kernels_forward_and_backward(
+    kernels_available: list[str], monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> None:
+    kernels = pytest.importorskip("mla_convert.runtime.kernels.sparse_mla_backward")
+
+    def stand_in(*args: object, **options: object) -> object:
+        kernels_available.append("sparse_mla_backward")
+        return backward.sparse_mla_backward(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(kernels, "sparse_mla_backward", stand_in)
     backend = resolve_backend("auto", "cuda:0")
     arguments = sparse_arguments(torch.bfloat16)
-    query = arguments["q_SHE"]
-    assert isinstance(query, Tensor)
-    query.requires_grad_()
+    differentiated = arguments[wanted]
+    assert isinstance(differentiated, Tensor)
+    differentiated.requires_grad_()
     out, _ = backend.sparse_mla(**arguments)
+    assert kernels_available == ["sparse_mla"]
     out.float().sum().backward()
-    assert query.grad is not None and kernels_available == []
+    assert differentiated.grad is not None and kernels_available == ["sparse_mla", "sparse_mla_backward"]
     with torch.no_grad():
         backend.sparse_mla(**arguments)
-    assert kernels_available == ["sparse_mla"]
-    assert [name.split(",")[0] for name in backend.ran] == ["sparse_mla: reference", "sparse_mla: tilelang"]
+    assert backend.ran == {"sparse_mla: tilelang": 2}
+
+
+def test_gradients_that_the_kernels_cannot_give_come_from_the_reference(
+    kernels_available: list[str],
+) -> None:
+    kernels = pytest.importorskip("mla_convert.runtime.kernels.sparse_mla_backward")
+    backend = resolve_backend("auto", "cuda:0")
+    query = torch.randn(3, 4, 448 + 128, dtype=torch.bfloat16, requires_grad=True)
+    arguments = {**sparse_arguments(torch.bfloat16), "q_SHE": query, "d_v": 448}
+    arguments["kv_TE"] = torch.randn(9, 448 + 128, dtype=torch.bfloat16)
+    backend.sparse_mla(**arguments)[0].float().sum().backward()
+    why = kernels.unsupported(query, 448, 0.5)
+    assert why == "128 dims behind the values, more than 64 for gradients"
+    assert query.grad is not None and kernels_available == []
+    assert backend.ran == {f"sparse_mla: reference, {why}": 1}
+    indexer = indexer_arguments(torch.bfloat16)
+    indexer["q_SIJ"].requires_grad_()
+    backend.indexer_logits(**indexer).sum().backward()
+    assert indexer["q_SIJ"].grad is not None and kernels_available == []
 
 
 def test_strict_kernels_refuse_what_they_cannot_take(kernels_available: list[str]) -> None:

@@ -75,3 +75,71 @@ def test_a_barrier_in_a_divergent_branch_is_found() -> None:
     assert len(divergent_barriers(roles(branch, sync))) == 1
     assert len(divergent_barriers(branch.replace(sync, "x = tl::AllReduce<tl::MaxOp, 128, 1>::run(x);"))) == 1
     assert divergent_barriers(branch.replace(sync, "x = tl::AllReduce<tl::MaxOp, 8, 1>::run(x);")) == []
+
+
+def test_dense_plan_and_combine() -> None:
+    from mla_convert.runtime.kernels.dense_mla import combine_kernel, plan_kernel
+
+    instructions(plan_kernel(), "dense_mla_plan_kernel")
+    for warps in (1, 8):
+        instructions(combine_kernel(64, 512, torch.bfloat16, warps), "dense_mla_combine_kernel", "float4")
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_dense_few_rows(fp8: bool) -> None:
+    from mla_convert.runtime.kernels.dense_mla import compile_for
+
+    kernel = compile_for(16, 512, 64, torch.bfloat16, fp8)
+    instructions(kernel, "64, 16, 16, true", "cp_async_gs_conditional<16>")
+    if fp8:
+        instructions(kernel, "__tl_cvt_fp8x2_to_float2", "warpgroup_reg_alloc<184>")
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_dense_many_rows(fp8: bool) -> None:
+    from mla_convert.runtime.kernels.dense_mla import compile_for
+
+    kernel = compile_for(64, 512, 64, torch.bfloat16, fp8)
+    instructions(kernel, "wgmma_rs<", "64, 256, 16", "cp_async_gs_conditional<16>")
+
+
+@pytest.mark.parametrize("slots", [False, True])
+def test_sparse_backward(slots: bool) -> None:
+    from mla_convert.runtime.kernels.sparse_mla_backward import compile_for
+
+    kernel = compile_for(64, 512, 64, torch.bfloat16, slots)
+    adds = "mla_scatter<false>" if slots else "mla_scatter<true>"
+    instructions(kernel, "wgmma_ss<", "wgmma_rs<", "cp_async_gs_conditional<16>", adds)
+
+
+def test_sparse_backward_rows_and_sums() -> None:
+    from mla_convert.runtime.kernels.sparse_mla_backward import prepare_kernel, sum_kernel
+
+    instructions(prepare_kernel(512, torch.bfloat16), "sparse_mla_backward_prepare_kernel")
+    instructions(sum_kernel(576, 2), "sparse_mla_backward_sum_slots_kernel", "float4")
+
+
+def test_indexer_logits_in_fp8() -> None:
+    from mla_convert.runtime.kernels.indexer_logits import compile_for
+
+    kernel = compile_for(64, 128, torch.float8_e4m3fn, scaled=True)
+    instructions(kernel, "kFloat8_e4m3, tl::DataType::kFloat32, 64, 128, 32", "cp_async_gs_conditional<4>")
+
+
+def test_topk() -> None:
+    from mla_convert.runtime.kernels.topk import compile_for
+
+    kernel = compile_for("whole")
+    instructions(kernel, "__launch_bounds__(512, 4)", "add.rn.f32", "__ballot_sync", "count_one(")
+    instructions(compile_for("part"), "Values[")
+    instructions(compile_for("merge"), "Map[")
+
+
+def test_parts_of_a_row_fit_the_gpu() -> None:
+    from mla_convert.runtime.kernels.topk import parts_of
+
+    assert parts_of(1, 131072, 2048) == 8
+    assert parts_of(4096, 131072, 2048) == parts_of(1, 32768, 2048) == parts_of(1, 131072, 100_000) == 1
+    for queries, keys, k in ((1, 10**6, 2048), (16, 131072, 2048), (5, 200_000, 64)):
+        parts = parts_of(queries, keys, k)
+        assert parts > 1 and queries * parts <= 132 and keys / parts + parts * k <= keys / 2 + 1

@@ -293,7 +293,7 @@ def test_the_outcome_is_recorded_in_the_manifest(demo: tuple[Path, Path], tmp_pa
     recorded = json.loads((copy / MANIFEST_NAME).read_text())["verification"]
     assert recorded["passed"] is True
     assert recorded["settings"]["tp"] == 2
-    assert recorded["ran"] == {"indexer_logits": "reference", "sparse_mla": "reference"}
+    assert recorded["ran"] == {"indexer_select": "reference", "sparse_mla": "reference"}
     again = api.combine(copy, tmp_path / "again").output  # the record does not get in the way
     assert (again / "model-00001-of-00003.safetensors").read_bytes() == (
         demo[0] / "model-00001-of-00003.safetensors"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mla_convert.errors import CannotError
 
@@ -23,6 +23,9 @@ Name = Literal["reference", "tilelang"]
 CAPABILITY = (9, 0)
 """The kernels use instructions of this compute capability (Hopper) alone; they do not run on newer ones either."""
 
+PROVISIONAL = frozenset({"decode_mla", "dense_mla"})
+"""Kernels whose tests have not all passed on a GPU yet: "auto" leaves them to the reference, "tilelang" runs them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Backend:
@@ -35,6 +38,7 @@ class Backend:
         strict: True if the kernels were asked for by name: a call that they cannot take then fails, where
             otherwise the reference takes it and ``ran`` says why.
         ran: Calls so far by operation, code and, for the reference in place of a kernel, reason.
+        forms: Forms of a block's attention that ``forms.attend`` chose, and the numbers of the last choice of each.
     """
 
     name: Name
@@ -42,6 +46,7 @@ class Backend:
     device: str
     strict: bool = False
     ran: Counter[str] = field(default_factory=Counter, compare=False)
+    forms: dict[str, str] = field(default_factory=dict, compare=False)
 
     def sparse_mla(
         self,
@@ -77,8 +82,22 @@ class Backend:
         if self.name == "tilelang":
             from mla_convert.runtime.kernels import sparse_mla as kernels
 
-            why = _needs_grad(q_SHE, kv_TE, attn_sink) or kernels.unsupported(q_SHE, d_v, scale)
-            if self._kernel_runs("sparse_mla", why):
+            if _needs_grad(q_SHE, kv_TE, attn_sink):
+                from mla_convert.runtime import autograd
+                from mla_convert.runtime.kernels import sparse_mla_backward
+
+                if self._kernel_runs("sparse_mla", sparse_mla_backward.unsupported(q_SHE, d_v, scale)):
+                    return autograd.sparse_mla(
+                        q_SHE,
+                        kv_TE,
+                        indices_SK,
+                        scale,
+                        topk_length=topk_length,
+                        attn_sink=attn_sink,
+                        d_v=d_v,
+                        kernels=True,
+                    )
+            elif self._kernel_runs("sparse_mla", kernels.unsupported(q_SHE, d_v, scale)):
                 return kernels.sparse_mla(
                     q_SHE, kv_TE, indices_SK, scale, topk_length=topk_length, attn_sink=attn_sink, d_v=d_v
                 )
@@ -90,6 +109,80 @@ class Backend:
             q_SHE, kv_TE, indices_SK, scale, topk_length=topk_length, attn_sink=attn_sink, d_v=d_v
         )
 
+    def dense_mla(
+        self,
+        q_SHE: Tensor,
+        kv_TE: Tensor,
+        scale: float,
+        *,
+        rows_S: Tensor | None = None,
+        starts: Tensor | None = None,
+        ends: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        d_v: int,
+    ) -> tuple[Tensor, Tensor]:
+        """``reference.dense_mla`` or ``kernels.dense_mla.dense_mla``, which share this signature."""
+        if self.name == "tilelang":
+            from mla_convert.runtime.kernels import dense_mla as kernels
+
+            why = _needs_grad(q_SHE, kv_TE, attn_sink) or kernels.unsupported(q_SHE, d_v, scale)
+            if self._kernel_runs("dense_mla", why):
+                return kernels.dense_mla(
+                    q_SHE,
+                    kv_TE,
+                    scale,
+                    rows_S=rows_S,
+                    starts=starts,
+                    ends=ends,
+                    attn_sink=attn_sink,
+                    d_v=d_v,
+                )
+        else:
+            self.ran["dense_mla: reference"] += 1
+        from mla_convert.runtime import reference
+
+        return reference.dense_mla(
+            q_SHE, kv_TE, scale, rows_S=rows_S, starts=starts, ends=ends, attn_sink=attn_sink, d_v=d_v
+        )
+
+    def decode_mla(
+        self,
+        q_BSHE: Tensor,
+        kv_cache: Tensor,
+        *,
+        cache_seqlens: Tensor | None = None,
+        block_table: Tensor | None = None,
+        scale: float,
+        causal: bool = False,
+        indices: Tensor | None = None,
+        topk_length: Tensor | None = None,
+        attn_sink: Tensor | None = None,
+        d_v: int,
+    ) -> tuple[Tensor, Tensor]:
+        """``decode.decode_mla`` or ``kernels.decode_mla.decode_mla``, which share this signature."""
+        options: dict[str, Any] = {
+            "cache_seqlens": cache_seqlens,
+            "block_table": block_table,
+            "scale": scale,
+            "causal": causal,
+            "indices": indices,
+            "topk_length": topk_length,
+            "attn_sink": attn_sink,
+            "d_v": d_v,
+        }
+        if self.name == "tilelang":
+            from mla_convert.runtime.kernels import decode_mla as kernels
+
+            why = _needs_grad(q_BSHE, kv_cache, attn_sink)
+            why = why or kernels.unsupported(q_BSHE, kv_cache, d_v, scale)
+            if self._kernel_runs("decode_mla", why):
+                return kernels.decode_mla(q_BSHE, kv_cache, **options)
+        else:
+            self.ran["decode_mla: reference"] += 1
+        from mla_convert.runtime import decode
+
+        return decode.decode_mla(q_BSHE, kv_cache, **options)
+
     def indexer_logits(
         self,
         q_SIJ: Tensor,
@@ -98,30 +191,86 @@ class Backend:
         *,
         starts: Tensor | None = None,
         ends: Tensor | None = None,
+        q_scale: Tensor | None = None,
+        k_scale: Tensor | None = None,
     ) -> Tensor:
         """``reference.indexer_logits`` or ``kernels.indexer_logits.indexer_logits``."""
+        options = {"starts": starts, "ends": ends, "q_scale": q_scale, "k_scale": k_scale}
         if self.name == "tilelang":
             from mla_convert.runtime.kernels import indexer_logits as kernels
 
             why = _needs_grad(q_SIJ, k_TJ, weights_SI) or kernels.unsupported(q_SIJ)
             if self._kernel_runs("indexer_logits", why):
-                return kernels.indexer_logits(q_SIJ, k_TJ, weights_SI, starts=starts, ends=ends)
+                return kernels.indexer_logits(q_SIJ, k_TJ, weights_SI, **options)
         else:
             self.ran["indexer_logits: reference"] += 1
         from mla_convert.runtime import reference
 
-        return reference.indexer_logits(q_SIJ, k_TJ, weights_SI, starts=starts, ends=ends)
+        return reference.indexer_logits(q_SIJ, k_TJ, weights_SI, **options)
+
+    def select_topk(
+        self, logits_ST: Tensor, k: int, *, starts: Tensor | None = None, ends: Tensor | None = None
+    ) -> Tensor:
+        """``reference.select_topk`` or ``kernels.topk.select_topk``."""
+        if self.name == "tilelang":
+            from mla_convert.runtime.kernels import topk as kernels
+
+            if self._kernel_runs("select_topk", kernels.unsupported(logits_ST)):
+                return kernels.select_topk(logits_ST, k, starts=starts, ends=ends)
+        else:
+            self.ran["select_topk: reference"] += 1
+        from mla_convert.runtime import reference
+
+        return reference.select_topk(logits_ST, k, starts=starts, ends=ends)
+
+    def indexer_select(
+        self,
+        q_SIJ: Tensor,
+        k_TJ: Tensor,
+        weights_SI: Tensor,
+        topk: int,
+        *,
+        starts: Tensor | None = None,
+        ends: Tensor | None = None,
+        q_scale: Tensor | None = None,
+        k_scale: Tensor | None = None,
+    ) -> Tensor:
+        """``reference.indexer_select`` or ``kernels.indexer_select.indexer_select``.
+
+        Which keys are selected has no gradient, so the kernels also serve calls inside a backward graph.
+        """
+        options = {"starts": starts, "ends": ends, "q_scale": q_scale, "k_scale": k_scale}
+        if self.name == "tilelang":
+            from mla_convert.runtime.kernels import indexer_select as kernels
+
+            if self._kernel_runs("indexer_select", kernels.unsupported(q_SIJ)):
+                return kernels.indexer_select(q_SIJ, k_TJ, weights_SI, topk, **options)
+        else:
+            self.ran["indexer_select: reference"] += 1
+        from mla_convert.runtime import reference
+
+        return reference.indexer_select(q_SIJ, k_TJ, weights_SI, topk, **options)
 
     def explain(self) -> str:
-        """One sentence on the choice, then one on each kind of call so far."""
+        """One sentence on the choice, then one on each kind of call and each form so far."""
         lines = [f"{self.device} uses {self.name}: {self.reason}."]
         lines += [
             f"{what} ({count} call{'s' if count > 1 else ''})." for what, count in sorted(self.ran.items())
         ]
+        lines += [
+            f"The {name} form was last chosen: {reason}." for name, reason in sorted(self.forms.items())
+        ]
         return " ".join(lines)
+
+    def note_form(self, name: str, reason: str) -> None:
+        """Record that a form of a block's attention was chosen, and why (a clause without a full stop)."""
+        self.ran[f"attention: {name}"] += 1
+        self.forms[name] = reason
 
     def _kernel_runs(self, operation: str, why_not: str | None) -> bool:
         """Record who serves this call, and whether that is the kernel; a strict backend raises instead."""
+        if why_not is None and operation in PROVISIONAL and not self.strict:
+            why_not = "its kernel is provisional and runs when 'tilelang' is asked for by name"
         if why_not is None:
             self.ran[f"{operation}: tilelang"] += 1
             return True

@@ -20,12 +20,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from mla_convert.runtime.numerics import chunks, compute_dtype, rms_norm
+from mla_convert.runtime.numerics import chunks, compute_dtype, recomputed, rms_norm
 from mla_convert.runtime.rope import rotate
 from mla_convert.runtime.selection import (
     SelectionAgreement,
     index_queries_keys,
     indexer_logits,
+    indexer_select,
+    quantise_rows,
     select_topk,
     selection_agreement,
 )
@@ -47,13 +49,18 @@ __all__ = [
     "SparseAttention",
     "absorbed_attention",
     "absorbed_mla",
+    "cache_entries",
     "combine_kv_rows",
     "compute_dtype",
     "dense_mla",
     "index_queries_keys",
     "indexer_logits",
+    "indexer_select",
     "output_projection",
     "project",
+    "quantise_rows",
+    "queries_by_head",
+    "query_latent",
     "rms_norm",
     "select_topk",
     "selection_agreement",
@@ -103,27 +110,42 @@ def project(x_SD: Tensor, weights: AttentionWeights, spec: AttentionSpec, positi
         BadInputError: a weight is missing or does not have the shape that ``spec`` implies.
     """
     weights.check(spec)
-    q_latent_SQ = None
-    if weights.q_a is not None and weights.q_a_norm is not None and weights.q_b is not None:
-        q_latent_SQ = rms_norm(F.linear(x_SD, weights.q_a, weights.q_a_bias), weights.q_a_norm, spec.rms_eps)
-        flat_S = F.linear(q_latent_SQ, weights.q_b)
-    else:
-        flat_S = F.linear(x_SD, expect("q", weights.q, spec.heads * spec.qk_dim, spec.hidden))
+    q_latent_SQ = query_latent(x_SD, weights, spec)
+    q_nope_SHN, q_rope_SHP = queries_by_head(
+        x_SD if q_latent_SQ is None else q_latent_SQ, weights, spec, positions_S
+    )
+    return Projected(q_nope_SHN, q_rope_SHP, *cache_entries(x_SD, weights, spec, positions_S), q_latent_SQ)
+
+
+def query_latent(x_SD: Tensor, weights: AttentionWeights, spec: AttentionSpec) -> Tensor | None:
+    """Normed query latent [S, Q]; None for a block without a query rank."""
+    if weights.q_a is None or weights.q_a_norm is None:
+        return None
+    return rms_norm(F.linear(x_SD, weights.q_a, weights.q_a_bias), weights.q_a_norm, spec.rms_eps)
+
+
+def queries_by_head(
+    source: Tensor, weights: AttentionWeights, spec: AttentionSpec, positions_S: Tensor
+) -> tuple[Tensor, Tensor]:
+    """From the query latent [S, Q], or hidden states where there is none: q_nope [S, H, N] and q_rope [S, H, P]."""
+    w_q = weights.q if weights.q_b is None else weights.q_b
+    flat_S = F.linear(source, expect("q", w_q, spec.heads * spec.qk_dim, source.shape[-1]))
     q_SHX = flat_S.reshape(-1, spec.heads, spec.qk_dim) * spec.query_multiplier
     if spec.query_growth is not None:
         spans_S = torch.floor(positions_S / spec.query_growth.original_max_position)
         growth_S = 1 + spec.query_growth.beta * torch.log(1 + spans_S)
         q_SHX = q_SHX * growth_S.to(q_SHX.dtype)[:, None, None]
+    return q_SHX[..., : spec.nope], rotate(q_SHX[..., spec.nope :], positions_S, spec.rope_spec)
 
+
+def cache_entries(
+    x_SD: Tensor, weights: AttentionWeights, spec: AttentionSpec, positions_S: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What a cache holds of each token: latent [S, R], normed and with its multiplier, and rotated key [S, P]."""
     compressed = F.linear(x_SD, weights.kv_a, weights.kv_a_bias)
     latent_SR = rms_norm(compressed[:, : spec.rank], weights.kv_a_norm, spec.rms_eps)
-    return Projected(
-        q_SHX[..., : spec.nope],
-        rotate(q_SHX[..., spec.nope :], positions_S, spec.rope_spec),
-        latent_SR * spec.latent_multiplier,
-        rotate(compressed[:, spec.rank :], positions_S, spec.rope_spec),
-        q_latent_SQ,
-    )
+    k_rope_SP = rotate(compressed[:, spec.rank :], positions_S, spec.rope_spec)
+    return latent_SR * spec.latent_multiplier, k_rope_SP
 
 
 def standard_attention(
@@ -144,6 +166,7 @@ def standard_attention(
     dtype = compute_dtype(p.q_nope_SHN.dtype)
     w_HXR = expect("kv_b", w_kv_b, spec.heads * stride, spec.rank).reshape(spec.heads, stride, spec.rank)
     rows_S = _query_rows(p, rows_S)
+    k_rope_TP = p.k_rope_SP.to(dtype)
     output_SHV = p.q_nope_SHN.new_empty(rows_S.shape[0], spec.heads, spec.v)
     for heads in chunks(spec.heads, tokens * stride * 2):
         expanded = F.linear(p.latent_SR, w_HXR[heads].flatten(0, 1)).reshape(tokens, -1, stride).to(dtype)
@@ -151,12 +174,28 @@ def standard_attention(
         for queries in chunks(rows_S.shape[0], tokens * (heads.stop - heads.start) * 3):
             seen_ST = _visible(rows_S[queries], tokens, None if indices is None else indices[queries])
             q_nope_SHN, q_rope_SHP = (q[queries, heads].to(dtype) for q in (p.q_nope_SHN, p.q_rope_SHP))
-            logits_HST = torch.einsum("shn,thn->hst", q_nope_SHN, k_nope_THN)
-            logits_HST = logits_HST + torch.einsum("shp,tp->hst", q_rope_SHP, p.k_rope_SP.to(dtype))
-            weights_HST, _ = _softmax(logits_HST * spec.softmax_scale, seen_ST)
-            part_SHV = torch.einsum("hst,thv->shv", weights_HST, value_THV)
+            part_SHV = recomputed(
+                _expanded_attention,
+                *(q_nope_SHN, q_rope_SHP, k_nope_THN, k_rope_TP, value_THV, seen_ST),
+                spec.softmax_scale,
+            )
             output_SHV[queries, heads] = part_SHV.to(output_SHV.dtype)
     return output_SHV
+
+
+def _expanded_attention(
+    q_nope_SHN: Tensor,
+    q_rope_SHP: Tensor,
+    k_nope_THN: Tensor,
+    k_rope_TP: Tensor,
+    value_THV: Tensor,
+    seen_ST: Tensor,
+    scale: float,
+) -> Tensor:
+    logits_HST = torch.einsum("shn,thn->hst", q_nope_SHN, k_nope_THN)
+    logits_HST = logits_HST + torch.einsum("shp,tp->hst", q_rope_SHP, k_rope_TP)
+    weights_HST, _ = _softmax(logits_HST * scale, seen_ST)
+    return torch.einsum("hst,thv->shv", weights_HST, value_THV)
 
 
 def absorbed_attention(
@@ -230,22 +269,61 @@ def absorbed_mla(
 
 
 def dense_mla(
-    q_SHE: Tensor, kv_TE: Tensor, scale: float, *, rows_S: Tensor | None = None, d_v: int
+    q_SHE: Tensor,
+    kv_TE: Tensor,
+    scale: float,
+    *,
+    rows_S: Tensor | None = None,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    d_v: int,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of absorbed queries to every cached token; returns what ``sparse_mla`` returns."""
+    """Attention of absorbed queries to spans of the cached tokens; causal attention to all of them by default.
+
+    Query s sees the tokens from ``starts[s]`` (default 0) up to but not including ``ends[s]`` (default T - S + s + 1,
+    or ``rows_S[s]`` + 1); both are taken as if clipped to the T tokens. Returns what ``sparse_mla`` returns, for
+    sinks too. A token that no query sees affects nothing, NaN or not.
+
+    Raises:
+        ValueError: both ``rows_S`` and ``ends``.
+    """
+    kv_TE = kv_TE.squeeze(1) if kv_TE.ndim == 3 else kv_TE
     (queries, heads, _), tokens = q_SHE.shape, kv_TE.shape[0]
     dtype = compute_dtype(q_SHE.dtype)
     if rows_S is None:
-        rows_S = torch.arange(tokens - queries, tokens, device=q_SHE.device)
+        rows_S = torch.arange(tokens - queries, tokens, device=q_SHE.device) if ends is None else ends - 1
+    elif ends is not None:
+        raise ValueError("rows_S and ends say the same thing: pass one of them")
     out_SHR = q_SHE.new_empty(queries, heads, d_v)
     lse_SH = q_SHE.new_empty(queries, heads, dtype=dtype)
     kv_TE = kv_TE.to(dtype)
     for rows in chunks(queries, 3 * heads * tokens):
-        logits_HST = torch.einsum("she,te->hst", q_SHE[rows].to(dtype), kv_TE) * scale
-        weights_HST, lse_HS = _softmax(logits_HST, _visible(rows_S[rows], tokens, None))
-        out_SHR[rows] = torch.einsum("hst,tr->shr", weights_HST, kv_TE[:, :d_v]).to(out_SHR.dtype)
+        seen_ST = _visible(rows_S[rows], tokens, None)
+        if starts is not None:
+            seen_ST &= torch.arange(tokens, device=q_SHE.device) >= starts[rows, None]
+        seen_TE = kv_TE.masked_fill(~seen_ST.any(0)[:, None], 0)  # a weight of 0 would not stop a NaN
+        part_SHR, lse_HS = recomputed(
+            _latent_attention, q_SHE[rows].to(dtype), seen_TE, seen_TE[:, :d_v], seen_ST, scale
+        )
+        out_SHR[rows] = _take_sink(part_SHR, lse_HS, attn_sink).to(out_SHR.dtype)
         lse_SH[rows] = lse_HS.T
     return out_SHR, lse_SH
+
+
+def _take_sink(out_SHR: Tensor, lse_HS: Tensor, attn_sink: Tensor | None) -> Tensor:
+    """What is left of the output when a logit a head takes its share of the softmax."""
+    if attn_sink is None:
+        return out_SHR
+    share_HS = torch.sigmoid(lse_HS - attn_sink.to(lse_HS.dtype)[:, None])
+    return out_SHR * share_HS.masked_fill(lse_HS.isneginf(), 0).T[..., None]
+
+
+def _latent_attention(
+    q_SHE: Tensor, kv_TE: Tensor, value_TR: Tensor, seen_ST: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    weights_HST, lse_HS = _softmax(torch.einsum("she,te->hst", q_SHE, kv_TE) * scale, seen_ST)
+    return torch.einsum("hst,tr->shr", weights_HST, value_TR), lse_HS
 
 
 def sparse_mla(
@@ -281,23 +359,27 @@ def sparse_mla(
     lse_SH = q_SHE.new_full((queries, heads), -torch.inf, dtype=dtype)
     if not tokens or not entries:
         return out_SHR, lse_SH
+    kv_TE = kv_TE.to(dtype)  # before the gather, so that gradients of a token add up in this dtype
     for rows in chunks(queries, entries * (2 * width + 3 * heads)):
         chosen_SK = indices_SK[rows].long()
         valid_SK = (chosen_SK >= 0) & (chosen_SK < tokens)
         if topk_length is not None:
             valid_SK &= torch.arange(entries, device=q_SHE.device) < topk_length[rows, None]
-        kv_SKE = kv_TE[chosen_SK.masked_fill(~valid_SK, 0)].to(dtype)
-        kv_SKE = kv_SKE.masked_fill(~valid_SK[..., None], 0)  # a weight of 0 would not stop a NaN
-        logits_HSK = torch.einsum("she,ske->hsk", q_SHE[rows].to(dtype), kv_SKE) * scale
-        weights_HSK, lse_HS = _softmax(logits_HSK, valid_SK)
-        part_SHR = torch.einsum("hsk,skr->shr", weights_HSK, kv_SKE[..., :d_v])
-        if attn_sink is not None:
-            share_HS = torch.sigmoid(lse_HS - attn_sink.to(dtype)[:, None])
-            share_HS = share_HS.masked_fill(lse_HS.isneginf(), 0)
-            part_SHR = part_SHR * share_HS.T[..., None]
-        out_SHR[rows] = part_SHR.to(out_SHR.dtype)
+        part_SHR, lse_HS = recomputed(
+            _listed_attention, q_SHE[rows].to(dtype), kv_TE, chosen_SK, valid_SK, scale, d_v
+        )
+        out_SHR[rows] = _take_sink(part_SHR, lse_HS, attn_sink).to(out_SHR.dtype)
         lse_SH[rows] = lse_HS.T
     return out_SHR, lse_SH
+
+
+def _listed_attention(
+    q_SHE: Tensor, kv_TE: Tensor, chosen_SK: Tensor, valid_SK: Tensor, scale: float, d_v: int
+) -> tuple[Tensor, Tensor]:
+    kv_SKE = kv_TE[chosen_SK.masked_fill(~valid_SK, 0)]
+    kv_SKE = kv_SKE.masked_fill(~valid_SK[..., None], 0)  # a weight of 0 would not stop a NaN
+    weights_HSK, lse_HS = _softmax(torch.einsum("she,ske->hsk", q_SHE, kv_SKE) * scale, valid_SK)
+    return torch.einsum("hsk,skr->shr", weights_HSK, kv_SKE[..., :d_v]), lse_HS
 
 
 def _softmax(logits_HST: Tensor, seen_ST: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ Shape suffixes: S queries, T keys, D hidden, Q query rank, I indexer heads, J in
 
 The published indexer also multiplies queries and keys by an orthonormal Hadamard matrix, and quantises them
 to FP8. The first changes no dot product and the second is a way of computing: neither is in the definition.
+Whoever computes like that passes what ``quantise_rows`` gives.
 """
 
 from __future__ import annotations
@@ -69,40 +70,125 @@ def indexer_logits(
     *,
     starts: Tensor | None = None,
     ends: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
 ) -> Tensor:
     """sum over heads of weight * relu(q . k): [S, T] in float32, or float64 if q is float64.
 
     Args:
+        q_SIJ, k_TJ: Any float dtype; float8_e4m3fn with the scales that ``quantise_rows`` gives.
         starts, ends: First key of each query and the one after its last, int [S]; outside them the logit is
             -inf. Causal attention of a whole sequence has ends = 1…S. None: from 0, or to T.
+        q_scale: What q was divided by, [S, I], positive. None: 1.
+        k_scale: What k was divided by, [T], positive. None: 1.
     """
     queries, heads, _ = q_SIJ.shape
     dtype = compute_dtype(q_SIJ.dtype)
     logits_ST = torch.empty(queries, k_TJ.shape[0], dtype=dtype, device=q_SIJ.device)
     keys_T = torch.arange(k_TJ.shape[0], device=q_SIJ.device)
     k_TJ = k_TJ.to(dtype)
+    weights_SI = weights_SI.to(dtype) if q_scale is None else weights_SI.to(dtype) * q_scale.to(dtype)
     for rows in chunks(queries, 2 * heads * k_TJ.shape[0]):
         scores_SIT = torch.einsum("sij,tj->sit", q_SIJ[rows].to(dtype), k_TJ).relu()
-        part_ST = torch.einsum("sit,si->st", scores_SIT, weights_SI[rows].to(dtype))
-        if starts is not None:
-            part_ST = part_ST.masked_fill(keys_T < starts[rows, None], -torch.inf)
-        if ends is not None:
-            part_ST = part_ST.masked_fill(keys_T >= ends[rows, None], -torch.inf)
-        logits_ST[rows] = part_ST
+        part_ST = torch.einsum("sit,si->st", scores_SIT, weights_SI[rows])
+        if k_scale is not None:
+            part_ST = part_ST * k_scale.to(dtype)
+        logits_ST[rows] = _outside_is_masked(part_ST, keys_T, starts, ends, rows)
     return logits_ST
 
 
-def select_topk(logits_ST: Tensor, k: int) -> Tensor:
-    """Keys of the ``k`` highest logits of each query: int32 [S, min(k, T)], highest first.
+def _outside_is_masked(
+    logits_ST: Tensor, keys_T: Tensor, starts: Tensor | None, ends: Tensor | None, rows: slice
+) -> Tensor:
+    if starts is not None:
+        logits_ST = logits_ST.masked_fill(keys_T < starts[rows, None], -torch.inf)
+    if ends is not None:
+        logits_ST = logits_ST.masked_fill(keys_T >= ends[rows, None], -torch.inf)
+    return logits_ST
 
-    Of equal logits the lower key comes first. Keys at -inf are not selected; -1 ends such a row.
+
+FP8_MAX = 448.0
+"""The largest number of float8_e4m3fn."""
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x as float8_e4m3fn with one power-of-two scale for each row of the last dim: codes * scale ~ x.
+
+    The scale is the smallest that leaves no element above 448, float32, of x's shape without the last dim; a row of
+    zeros has scale 1. DeepSeek-V3.2's indexer quantises its queries and keys like this (``scale_fmt: ue8m0``).
     """
+    wide = x.to(torch.float32)
+    largest = wide.abs().amax(-1)
+    mantissa, exponent = torch.frexp(largest / FP8_MAX)
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    exponent = torch.where(largest > 0, exponent, 0).clamp_min(-126)
+    scale = torch.ldexp(torch.ones_like(largest), exponent)
+    return (wide / scale[..., None]).to(torch.float8_e4m3fn), scale
+
+
+def select_topk(
+    logits_ST: Tensor, k: int, *, starts: Tensor | None = None, ends: Tensor | None = None
+) -> Tensor:
+    """Keys of the ``k`` highest logits of each query: int32 [S, min(k, T)], in ascending order of the keys.
+
+    Of equal logits the lower key is selected. NaN counts as the highest logit, so that it shows in whatever attends
+    to the selected keys. Keys at -inf are not selected; -1 ends a row that has fewer than k others.
+
+    Args:
+        starts, ends: First key of each query that may be selected and the one after its last, int [S]. None: from
+            0, or to T.
+
+    Raises:
+        ValueError: k is below 1.
+    """
+    if k < 1:
+        raise ValueError(f"top-k of {k} keys")
     queries, tokens = logits_ST.shape
     width = min(k, tokens)
+    keys_T = torch.arange(tokens, device=logits_ST.device)
     chosen_SK = torch.empty(queries, width, dtype=torch.int32, device=logits_ST.device)
     for rows in chunks(queries, 3 * tokens):
-        values, keys = logits_ST[rows].sort(dim=-1, descending=True, stable=True)
-        chosen_SK[rows] = keys[:, :width].masked_fill(values[:, :width].isneginf(), -1).to(torch.int32)
+        part_ST = _outside_is_masked(logits_ST[rows], keys_T, starts, ends, rows)
+        part_ST = part_ST.masked_fill(
+            part_ST.isnan(), torch.nan
+        )  # CUDA sorts a NaN with a sign bit behind all
+        values, keys = part_ST.sort(dim=-1, descending=True, stable=True)
+        # Behind all keys while they are sorted, then -1.
+        found_SK = keys[:, :width].masked_fill(values[:, :width].isneginf(), tokens).sort(dim=-1).values
+        chosen_SK[rows] = found_SK.masked_fill(found_SK == tokens, -1).to(torch.int32)
+    return chosen_SK
+
+
+def indexer_select(
+    q_SIJ: Tensor,
+    k_TJ: Tensor,
+    weights_SI: Tensor,
+    topk: int,
+    *,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+) -> Tensor:
+    """``select_topk`` of ``indexer_logits`` without the logits of all queries at once: int32 [S, min(topk, T)]."""
+    queries, tokens = q_SIJ.shape[0], k_TJ.shape[0]
+    chosen_SK = torch.empty(queries, min(topk, tokens), dtype=torch.int32, device=q_SIJ.device)
+    for rows in chunks(queries, 4 * tokens):
+        starts_S, ends_S = (None if bound is None else bound[rows] for bound in (starts, ends))
+        # No query of the chunk sees a key behind its largest end.
+        seen = tokens if ends_S is None else min(tokens, max(int(ends_S.max()), 0))
+        logits_ST = indexer_logits(
+            q_SIJ[rows],
+            k_TJ[:seen],
+            weights_SI[rows],
+            starts=starts_S,
+            ends=ends_S,
+            q_scale=None if q_scale is None else q_scale[rows],
+            k_scale=None if k_scale is None else k_scale[:seen],
+        )
+        found_SK = select_topk(logits_ST, topk)
+        chosen_SK[rows, : found_SK.shape[1]] = found_SK
+        chosen_SK[rows, found_SK.shape[1] :] = -1
     return chosen_SK
 
 

@@ -1,5 +1,6 @@
-"""Levels 3, 4 and 6: run the attention. Standard MLA with the original's combined weights against absorbed MLA
-with the converted ones, both against float64; the sparse selection; and a known corruption that must be caught.
+"""Levels 3 to 6: run the attention. Standard MLA with the original's combined weights against absorbed MLA with
+the converted ones, forward and backward, both against float64; the sparse selection; and a known corruption that
+must be caught.
 
 What the run may rest on: the original's geometry, weights and configuration define the float64 truth, and the
 converted checkpoint's own weights and configuration are all that the absorbed path sees.
@@ -8,9 +9,8 @@ converted checkpoint's own weights and configuration are all that the absorbed p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from hashlib import sha256
 
 import torch
 from torch import Tensor
@@ -18,8 +18,10 @@ from torch import Tensor
 from mla_convert.errors import CannotError
 from mla_convert.runtime import reference
 from mla_convert.runtime.dispatch import Backend
-from mla_convert.runtime.reference import Projected, SparseAttention
-from mla_convert.verification.result import Check, Errors, LayerResult, Selection
+from mla_convert.verification.absorbed import Grid, Outcome, Ranks
+from mla_convert.verification.backward import compare_gradients, run_standard
+from mla_convert.verification.cases import Case, Draw, make_case
+from mla_convert.verification.result import Check, Errors, GradientResult, LayerResult, Selection
 from mla_convert.verification.weights import LoadedBlock
 
 #: The absorbed path may be this much less exact than the standard path is itself.
@@ -46,33 +48,36 @@ class NumbersSettings:
         tokens: Sequence length.
         rows: How many of its queries to check, spread over the sequence and including the last.
         dtype: Compute dtype of both paths; the truth is float64.
-        world: Tensor-parallel ranks, folded on ``devices`` in turn.
+        grid: Tensor- and context-parallel ranks.
         devices: Where to run; the first one holds the truth.
-        backend: What runs the absorbed path.
+        backend: What runs the indexer here, and the absorbed path.
+        ranks: Who runs the absorbed path.
         seed: Seed of the hidden states.
+        backward: Compare gradients too.
     """
 
     tokens: int
     rows: int
     dtype: torch.dtype
-    world: int
+    grid: Grid
     devices: tuple[torch.device, ...]
     backend: Backend
+    ranks: Ranks
     seed: int = 0
+    backward: bool = False
 
-
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """Inputs that every path of one block shares."""
-
-    x_SD: Tensor
-    positions_S: Tensor
-    rows_S: Tensor
-    indices_SK: Tensor | None
+    @property
+    def draw(self) -> Draw:
+        """What the random inputs depend on."""
+        return Draw(self.tokens, self.rows, self.dtype, self.seed, self.backward)
 
 
 def check_layer(
-    original: LoadedBlock, converted: LoadedBlock, settings: NumbersSettings, indices: Tensor | None
+    original: LoadedBlock,
+    converted: LoadedBlock,
+    settings: NumbersSettings,
+    indices: Tensor | None,
+    swap: tuple[int, int] | None = None,
 ) -> tuple[LayerResult, Tensor | None]:
     """Run one block both ways.
 
@@ -81,18 +86,26 @@ def check_layer(
         converted: The block as the checkpoint under test does, in float64.
         settings: How to run.
         indices: Selection [rows, K] to use where the block shares an indexer; None where it has its own.
+        swap: Two heads of the converted K to exchange first, for the negative control.
 
     Returns:
         The result, and the selection that the block used, for blocks that share it.
     """
     started = time.monotonic()
     case, selection = _prepare(original, converted, settings, indices)
-    truth_head, truth = _standard(original, case, torch.float64)
-    standard = measure(*_standard(original.rounded_like(converted), case, settings.dtype), truth_head, truth)
-    absorbed_head, absorbed_out = absorbed_ranks(converted, case, settings)
-    absorbed = measure(absorbed_head, absorbed_out, truth_head, truth)
+    true = run_standard(original, case, torch.float64)
+    by_standard = run_standard(original.rounded_like(converted), case, settings.dtype)
+    began = time.monotonic()
+    by_absorbed = settings.ranks.run(converted, case, swap)
+    absorbed_seconds = time.monotonic() - began
+    standard, absorbed = _measured(by_standard, true), _measured(by_absorbed, true)
     limit = _limit(standard, settings.dtype)
-    passed = _within(absorbed, limit) and (selection is None or selection.passed)
+    gradients = _gradients(by_absorbed, by_standard, true, original, settings.dtype)
+    passed = (
+        _within(absorbed, limit)
+        and (selection is None or selection.passed)
+        and all(gradient.passed for gradient in gradients)
+    )
     result = LayerResult(
         prefix=original.block.prefix,
         layer=original.block.layer,
@@ -108,11 +121,29 @@ def check_layer(
         selection=selection,
         seconds=time.monotonic() - started,
         unmodelled=original.spec.unmodelled,
+        gradients=gradients,
+        absorbed_seconds=absorbed_seconds,
     )
     return result, case.indices_SK
 
 
-def _kind(original: LoadedBlock, case: _Case) -> str:
+def _gradients(
+    absorbed: Outcome, standard: Outcome, true: Outcome, original: LoadedBlock, dtype: torch.dtype
+) -> tuple[GradientResult, ...]:
+    if absorbed.gradients is None or standard.gradients is None or true.gradients is None:
+        return ()
+    return compare_gradients(
+        absorbed.gradients,
+        standard.gradients,
+        true.gradients,
+        original.spec,
+        factor=FACTOR,
+        floor=FLOORS[dtype],
+        min_cosine=MIN_COSINE,
+    )
+
+
+def _kind(original: LoadedBlock, case: Case) -> str:
     if case.indices_SK is None:
         return "dense"
     return "sparse" if original.spec.indexer else "sparse, shared selection"
@@ -120,103 +151,25 @@ def _kind(original: LoadedBlock, case: _Case) -> str:
 
 def _prepare(
     original: LoadedBlock, converted: LoadedBlock, settings: NumbersSettings, indices: Tensor | None
-) -> tuple[_Case, Selection | None]:
-    device = settings.devices[0]
-    x_SD = hidden_states(original.block.prefix, settings, original.spec.hidden).to(device, torch.float64)
-    positions_S = torch.arange(settings.tokens, device=device)
-    rows_S = _spread(settings.tokens, settings.rows).to(device)
+) -> tuple[Case, Selection | None]:
+    case = make_case(original, settings.draw, settings.devices[0])
+    x_SD, positions_S, rows_S = case.x_SD, case.positions_S, case.rows_S
     selection = None
     if original.spec.indexer is not None:
-        scores = _index_scores(original, x_SD, positions_S, rows_S, reference.indexer_logits)
+        q_SIJ, k_TJ, w_SI, ends_S = _index_inputs(original, x_SD, positions_S, rows_S)
+        scores = reference.indexer_logits(q_SIJ, k_TJ, w_SI, ends=ends_S)
         indices = reference.select_topk(scores, original.spec.indexer.topk)
         selection = _compare_selection(
             original, converted, scores, indices, x_SD, positions_S, rows_S, settings
         )
-    return _Case(x_SD, positions_S, rows_S, indices), selection
-
-
-def hidden_states(prefix: str, settings: NumbersSettings, hidden: int) -> Tensor:
-    """Layer-normed hidden states [tokens, hidden]: standard normal, rounded to the compute dtype.
-
-    The seed comes from the block's prefix, so a run can be repeated layer by layer.
-    """
-    seed = int.from_bytes(sha256(f"{settings.seed} {prefix}".encode()).digest()[:8], "big") >> 1
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(settings.tokens, hidden, generator=generator).to(settings.dtype)
-
-
-def _spread(tokens: int, rows: int) -> Tensor:
-    if rows >= tokens:
-        return torch.arange(tokens)
-    return torch.tensor(sorted({number * (tokens - 1) // max(1, rows - 1) for number in range(rows)}))
-
-
-def _standard(loaded: LoadedBlock, case: _Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Output by head [rows, H, V] and of the block [rows, D], with the combined weight."""
-    block = loaded.to(dtype)
-    projected = _project(block, case, dtype)
-    o_SHV = reference.standard_attention(
-        projected, block.w_kv_b, block.spec, indices=case.indices_SK, rows_S=case.rows_S
-    )
-    return o_SHV, reference.output_projection(o_SHV, block.weights)
-
-
-def _project(block: LoadedBlock, case: _Case, dtype: torch.dtype) -> Projected:
-    projected = reference.project(case.x_SD.to(dtype), block.weights, block.spec, case.positions_S)
-    return projected.take_queries(case.rows_S)
-
-
-def absorbed_ranks(
-    loaded: LoadedBlock, case: _Case, settings: NumbersSettings, attention: SparseAttention | None = None
-) -> tuple[Tensor, Tensor]:
-    """The absorbed path on every tensor-parallel rank: heads side by side, partial outputs summed.
-
-    Each rank holds its own heads of the query, K, V and output projections and all of the latent, as in serving.
-    """
-    heads, total = [], None
-    home = settings.devices[0]
-    for rank in range(settings.world):
-        device = settings.devices[rank % len(settings.devices)]
-        spec = loaded.spec.shard(rank, settings.world)
-        weights = loaded.weights.shard(loaded.spec, rank, settings.world).to(settings.dtype, device)
-        w_uk, w_uv = (
-            reference.shard_rows(w, loaded.spec.heads, rank, settings.world).to(device, settings.dtype)
-            for w in (loaded.w_uk, loaded.w_uv)
-        )
-        x_SD = case.x_SD.to(device, settings.dtype)
-        positions_S, rows_S = case.positions_S.to(device), case.rows_S.to(device)
-        indices = None if case.indices_SK is None else case.indices_SK.to(device)
-        projected = reference.project(x_SD, weights, spec, positions_S).take_queries(rows_S)
-        o_SHV = reference.absorbed_attention(
-            projected,
-            w_uk,
-            w_uv,
-            spec,
-            indices=indices,
-            rows_S=rows_S,
-            attention=attention or _attention(settings.backend, dense=indices is None),
-        )
-        heads.append(o_SHV.to(home))
-        partial = reference.output_projection(o_SHV, weights).to(home, _sum_dtype(settings.dtype))
-        total = partial if total is None else total + partial
-    if total is None:
-        raise ValueError("a run needs at least one rank")
-    return torch.cat(heads, 1), total
-
-
-def _attention(backend: Backend, *, dense: bool) -> SparseAttention | None:
-    """The backend's sparse attention; the reference runs dense attention without a list of all keys."""
-    if dense and backend.name == "reference":
-        backend.ran["dense_mla: reference"] += 1
-        return None
-    return backend.sparse_mla
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return replace(case, indices_SK=indices), selection
 
 
 # Measures
+
+
+def _measured(outcome: Outcome, true: Outcome) -> Errors:
+    return measure(outcome.head_SHV, outcome.output_SD, true.head_SHV, true.output_SD)
 
 
 def measure(head_SHV: Tensor, out_SD: Tensor, truth_head_SHV: Tensor, truth_SD: Tensor) -> Errors:
@@ -257,25 +210,16 @@ def _limit(standard: Errors, dtype: torch.dtype) -> Errors:
 
 
 def _within(errors: Errors, limit: Errors) -> bool:
-    return (
-        errors.cosine > limit.cosine
-        and errors.relative <= limit.relative
-        and errors.head <= limit.head
-        and errors.row <= limit.row
-    )
+    return errors.within(limit)
 
 
 # Sparse selection
 
 
-def _index_scores(
-    loaded: LoadedBlock,
-    x_SD: Tensor,
-    positions_S: Tensor,
-    rows_S: Tensor,
-    logits: Callable[..., Tensor],
-) -> Tensor:
-    """Indexer scores [rows, T], -inf after each query."""
+def _index_inputs(
+    loaded: LoadedBlock, x_SD: Tensor, positions_S: Tensor, rows_S: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The indexer's queries [rows, I, J], keys [T, J] and head weights [rows, I], and where causality ends each row."""
     weights = loaded.weights.indexer
     if weights is None:
         raise CannotError(f"{loaded.block.prefix}: the indexer's weights are missing")
@@ -283,11 +227,7 @@ def _index_scores(
     q_SIJ, k_TJ, w_SI = reference.index_queries_keys(
         x_SD, projected.q_latent_SQ, weights, loaded.spec, positions_S
     )
-    starts = torch.zeros_like(rows_S, dtype=torch.int32)
-    scores: Tensor = logits(
-        q_SIJ[rows_S], k_TJ, w_SI[rows_S], starts=starts, ends=(rows_S + 1).to(torch.int32)
-    )
-    return scores
+    return q_SIJ[rows_S], k_TJ, w_SI[rows_S], (rows_S + 1).to(torch.int32)
 
 
 def _compare_selection(
@@ -310,18 +250,17 @@ def _compare_selection(
             f"{converted.block.prefix}: the original has an indexer here, this checkpoint has none"
         )
 
-    def select(loaded: LoadedBlock, logits: Callable[..., Tensor], topk: int) -> Tensor:
+    def select(loaded: LoadedBlock, by: Callable[..., Tensor], topk: int) -> Tensor:
         own = loaded.to(settings.dtype)
-        return reference.select_topk(
-            _index_scores(own, x_SD.to(settings.dtype), positions_S, rows_S, logits), topk
-        )
+        q_SIJ, k_TJ, w_SI, ends_S = _index_inputs(own, x_SD.to(settings.dtype), positions_S, rows_S)
+        return by(q_SIJ, k_TJ, w_SI, topk, ends=ends_S)
 
     finite = scores.masked_fill(scores.isneginf(), torch.nan)
     spread = (finite - finite.nanmean(-1, keepdim=True)).square().nanmean().sqrt()
     floor = SELECTION_FLOORS[settings.dtype] * float(spread)
-    by_reference = select(original, reference.indexer_logits, original.spec.indexer.topk)
+    by_reference = select(original, reference.indexer_select, original.spec.indexer.topk)
     own = reference.selection_agreement(scores, by_reference, expected, floor)
-    chosen = select(converted, settings.backend.indexer_logits, converted.spec.indexer.topk)
+    chosen = select(converted, settings.backend.indexer_select, converted.spec.indexer.topk)
     tolerance = max(floor, FACTOR * own.worst_gap)
     found = reference.selection_agreement(scores, chosen, expected, tolerance)
     return Selection(
@@ -337,17 +276,14 @@ def _compare_selection(
 
 def check_sparse_equals_dense(converted: LoadedBlock, settings: NumbersSettings) -> Check:
     """With every key selected, sparse attention must be dense attention."""
-    tokens = min(settings.tokens, 256)
-    small = replace(settings, tokens=tokens, rows=tokens)
-    device = small.devices[0]
-    x_SD = hidden_states(converted.block.prefix, small, converted.spec.hidden).to(device, torch.float64)
-    every = torch.arange(tokens, device=device)
-    lists_SK = every.to(torch.int32).expand(tokens, tokens).contiguous()
-    dense_case = _Case(x_SD, every, every, None)
-    sparse_case = _Case(x_SD, every, every, lists_SK)
-    truth = _standard(converted, dense_case, torch.float64)
-    standard = measure(*_standard(converted, dense_case, small.dtype), *truth)
-    sparse = measure(*absorbed_ranks(converted, sparse_case, small), *truth)
+    tokens = min(settings.tokens, 256 - 256 % (2 * settings.grid.cp))
+    small = replace(settings, tokens=tokens, rows=tokens, backward=False)
+    dense = make_case(converted, small.draw, small.devices[0])
+    lists_SK = dense.positions_S.to(torch.int32).expand(tokens, tokens).contiguous()
+    true = run_standard(converted, dense, torch.float64)
+    standard = _measured(run_standard(converted, dense, small.dtype), true)
+    by_sparse = small.ranks.run(converted, replace(dense, indices_SK=lists_SK), None)
+    sparse = _measured(by_sparse, true)
     passed = _within(sparse, _limit(standard, small.dtype))
     return Check(
         "sparse",
@@ -369,11 +305,10 @@ def check_control(
     if pair is None:
         return Check("control", "negative control", None, "no two heads of K differ, so none can be swapped")
     first, second = pair
-    by_head = converted.w_uk.reshape(converted.spec.heads, -1).clone()
-    by_head[[first, second]] = by_head[[second, first]]
-    corrupted = replace(converted, w_uk=by_head.reshape(converted.w_uk.shape))
-    result, _ = check_layer(original, corrupted, settings, indices)
+    result, _ = check_layer(original, converted, settings, indices, pair)
     noticed = not _within(result.absorbed, result.limit)
+    if settings.backward:
+        noticed = noticed and not all(gradient.passed for gradient in result.gradients)
     return Check(
         "control",
         "negative control",
@@ -388,14 +323,10 @@ def check_control(
 
 
 def _different_heads(loaded: LoadedBlock) -> tuple[int, int] | None:
-    """Two heads of K with the most different weights."""
+    """Two heads of K with the most different weights; where the block lies on ranks, both on the first."""
     by_head = loaded.w_uk.reshape(loaded.spec.heads, -1)
-    distances = [float((by_head[0] - by_head[head]).norm()) for head in range(1, loaded.spec.heads)]
+    count = loaded.spec.heads // max(1, len(loaded.by_rank))
+    distances = [float((by_head[0] - by_head[head]).norm()) for head in range(1, count)]
     if not distances or max(distances) == 0:
         return None
     return 0, 1 + distances.index(max(distances))
-
-
-def shared_indices(results: Sequence[Tensor | None]) -> Tensor | None:
-    """The selection of the nearest block before that has an indexer."""
-    return next((found for found in reversed(results) if found is not None), None)

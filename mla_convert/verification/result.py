@@ -41,6 +41,15 @@ class Errors:
     row: float
     worst_row: int
 
+    def within(self, limit: Errors) -> bool:
+        """True if every figure is better than its limit."""
+        return (
+            self.cosine > limit.cosine
+            and self.relative <= limit.relative
+            and self.head <= limit.head
+            and self.row <= limit.row
+        )
+
     def document(self) -> dict[str, Any]:
         """As plain data."""
         return {
@@ -87,8 +96,58 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
+class GradientErrors:
+    """How far a gradient is from float64; ``worst`` is its worst head, row or token, number ``at``."""
+
+    cosine: float
+    relative: float
+    worst: float
+    at: int
+
+    def document(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"cosine": self.cosine, "relative": self.relative, "worst": self.worst, "at": self.at}
+
+
+@dataclass(frozen=True, slots=True)
+class GradientResult:
+    """The gradient of one weight (``x`` the input), standard against absorbed, both against float64.
+
+    ``unit`` says what ``worst`` counts: head, row, token, or all where the weight is a vector.
+    """
+
+    name: str
+    unit: str
+    standard: GradientErrors
+    absorbed: GradientErrors
+    limit: GradientErrors
+    passed: bool
+
+    @property
+    def strain(self) -> float:
+        """The largest error as a share of what it may be."""
+        absorbed, limit = self.absorbed, self.limit
+        return max(absorbed.relative / limit.relative, absorbed.worst / limit.worst)
+
+    def document(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "weight": self.name,
+            "unit": self.unit,
+            "standard": self.standard.document(),
+            "absorbed": self.absorbed.document(),
+            "limit": self.limit.document(),
+            "passed": self.passed,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class LayerResult:
-    """Standard against absorbed attention of one block, both against float64."""
+    """Standard against absorbed attention of one block, both against float64.
+
+    ``gradients`` are those of every weight where the backward pass was asked for; ``absorbed_seconds`` is the time
+    that the absorbed path alone took.
+    """
 
     prefix: str
     layer: int | None
@@ -104,10 +163,26 @@ class LayerResult:
     selection: Selection | None
     seconds: float
     unmodelled: tuple[str, ...]
+    gradients: tuple[GradientResult, ...] = ()
+    absorbed_seconds: float = 0.0
+
+    @property
+    def forward_passed(self) -> bool:
+        """True if outputs and selection are right, whatever the gradients are."""
+        return self.absorbed.within(self.limit) and (self.selection is None or self.selection.passed)
 
     def failure(self) -> str:
         """What is wrong, in one line."""
         where = self.prefix.rstrip(".")
+        bad = [gradient for gradient in self.gradients if not gradient.passed]
+        if bad and self.forward_passed:
+            worst = max(bad, key=lambda gradient: gradient.strain)
+            return (
+                f"{where}: {len(bad)} of {len(self.gradients)} gradients are off, the most that of {worst.name}: "
+                f"{worst.absorbed.relative:.2e} (limit {worst.limit.relative:.2e}), worst {worst.unit} "
+                f"{worst.absorbed.at} {worst.absorbed.worst:.2e} ({worst.limit.worst:.2e}), cosine "
+                f"{worst.absorbed.cosine:.6f}"
+            )
         if self.selection is not None and not self.selection.passed:
             chosen = self.selection
             return (
@@ -136,7 +211,9 @@ class LayerResult:
             "limit": self.limit.document(),
             "selection": self.selection.document() if self.selection else None,
             "passed": self.passed,
+            "gradients": [gradient.document() for gradient in self.gradients],
             "seconds": round(self.seconds, 3),
+            "absorbed_seconds": round(self.absorbed_seconds, 3),
             "unmodelled": list(self.unmodelled),
         }
 

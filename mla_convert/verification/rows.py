@@ -6,11 +6,12 @@ arithmetic of the planner.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from mla_convert.catalogue import SourceTensor
 from mla_convert.geometry import AttentionBlock, Layout
 from mla_convert.manifest import Manifest
 from mla_convert.names import Part, parse_up_projection
@@ -196,24 +197,49 @@ def check_hashes(ours: TensorReader, blocks: Blocks, manifest: Manifest) -> Chec
     return Check(LEVEL, "K and V rows", passed, summary, tuple(bad))
 
 
-def check_carried(ours: TensorReader, theirs: TensorReader, progress: Progress) -> Check:
-    """Every tensor outside the KV up-projections holds the same bytes in both checkpoints."""
+def check_carried(
+    ours: TensorReader, theirs: TensorReader, progress: Progress, dequantised: Collection[str] = ()
+) -> Check:
+    """Every tensor outside the KV up-projections holds the same bytes in both checkpoints.
+
+    Weights in ``dequantised`` hold the original's values instead, bit for bit as ``--dequantize`` makes them.
+    """
     names = sorted(name for name in ours.names & theirs.names if parse_up_projection(name) is None)
     pairs = [(name, ours.catalogue.tensors[name], theirs.catalogue.tensors[name]) for name in names]
     progress.start("compare bytes", sum(mine.spec.nbytes for _, mine, _ in pairs), "bytes")
     bad, linked = [], 0
     for name, mine, other in pairs:
-        ours_at, theirs_at = ours.catalogue.files[mine.file].path, theirs.catalogue.files[other.file].path
-        if mine.start == other.start and ours_at.samefile(theirs_at):
+        if _is_linked(ours, mine, theirs, other):
             linked += 1  # a hard link: the very same bytes
+        elif name in dequantised:
+            if not _same_values(ours.get(name), theirs.bf16(name.rpartition(".")[0])):
+                bad.append(f"{name}: not the dequantised original")
         elif not _same_bytes(ours.get(name), theirs.get(name)):
             bad.append(name)
         progress.advance(mine.spec.nbytes)
     progress.finish()
     if bad:
         return Check(LEVEL, "carried tensors", False, f"{len(bad)} of {len(names)} differ", tuple(bad))
-    summary = f"{len(names)} tensors identical" + (f" ({linked} in hard-linked files)" if linked else "")
+    summary = f"{len(names) - len(dequantised)} tensors identical"
+    summary += f" ({linked} in hard-linked files)" if linked else ""
+    if dequantised:
+        summary += f", {len(dequantised)} equal to the dequantised original bit for bit"
     return Check(LEVEL, "carried tensors", True, summary)
+
+
+def _is_linked(ours: TensorReader, mine: SourceTensor, theirs: TensorReader, other: SourceTensor) -> bool:
+    if not mine.file or not other.file or mine.start != other.start:
+        return False  # a tensor that lies on ranks has no file of its own
+    ours_at, theirs_at = ours.catalogue.files[mine.file].path, theirs.catalogue.files[other.file].path
+    return ours_at.samefile(theirs_at)
+
+
+def _same_values(mine: Tensor, other: Tensor) -> bool:
+    """Bit for bit, but for what NaN carries."""
+    if mine.dtype != other.dtype or mine.shape != other.shape:
+        return False
+    same = (mine.view(torch.int16) == other.view(torch.int16)) | (mine.isnan() & other.isnan())
+    return bool(same.all())
 
 
 def _same_bytes(mine: Tensor, other: Tensor) -> bool:

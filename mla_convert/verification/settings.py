@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,9 @@ from mla_convert.errors import CannotError, UsageError
 from mla_convert.geometry import AttentionBlock, layer_config
 from mla_convert.inspection import group_blocks
 from mla_convert.runtime.dispatch import resolve_backend
+from mla_convert.verification.absorbed import Folded, Grid
 from mla_convert.verification.numbers import FACTOR, FLOORS, MIN_COSINE, SELECTION_FLOORS, NumbersSettings
+from mla_convert.verification.processes import RealRanks
 
 #: A block of the checkpoint under test and the original's block of the same prefix.
 Pair = tuple[AttentionBlock, AttentionBlock]
@@ -36,13 +39,15 @@ class VerifyOptions:
     """What to verify and how.
 
     Attributes:
-        tp: Tensor-parallel ranks, folded on the devices there are.
+        tp: Tensor-parallel ranks, which share the heads.
+        cp: Context-parallel ranks, which share the tokens.
         layers: Layer numbers to run; None chooses (all on a GPU or if the model is small).
         tokens: Sequence length; None chooses (past the top-k of a sparse model).
         dtype: Compute dtype; auto is bfloat16 on a GPU, float32 on a CPU.
         backend: What runs the absorbed path; an explicit one that cannot run is an error.
         device: ``cpu``, ``cuda`` or None for the GPU if there is one.
         carried: Compare the bytes of carried tensors too.
+        backward: Compare the gradients of every weight too.
         control: Run the negative control.
         record: Write the outcome into the manifest beside the weights.
         trust_shapes: Let tensor shapes win over config.json.
@@ -50,12 +55,14 @@ class VerifyOptions:
     """
 
     tp: int = 1
+    cp: int = 1
     layers: tuple[int, ...] | None = None
     tokens: int | None = None
     dtype: Literal["auto", "bfloat16", "float16", "float32", "float64"] = "auto"
     backend: Literal["auto", "reference", "tilelang"] = "auto"
     device: str | None = None
     carried: bool = True
+    backward: bool = False
     control: bool = True
     record: bool = True
     trust_shapes: bool = False
@@ -65,6 +72,11 @@ class VerifyOptions:
     def on_gpu(self) -> bool:
         """True if a GPU will be used."""
         return self.device != "cpu" and torch.cuda.is_available()
+
+    @property
+    def grid(self) -> Grid:
+        """The ranks that share heads and tokens."""
+        return Grid(self.tp, self.cp)
 
 
 def choose_blocks(
@@ -103,16 +115,21 @@ def _weights(catalogue: Catalogue, blocks: Mapping[str, AttentionBlock]) -> int:
 
 
 def make_settings(
-    options: VerifyOptions, catalogue: Catalogue, blocks: Sequence[AttentionBlock]
+    options: VerifyOptions,
+    catalogue: Catalogue,
+    blocks: Sequence[AttentionBlock],
+    ranks: RealRanks | None = None,
 ) -> NumbersSettings:
-    """How to run the blocks.
+    """How to run the blocks, on real ranks or on ranks folded into this process.
 
     Raises:
-        CannotError: The heads do not divide by ``tp``, or the backend or device asked for is not there.
+        CannotError: The heads do not divide by ``tp``, the tokens do not by ``cp``, there are too few of them for
+            gradients, or the backend or device asked for is not there.
         UsageError: ``device`` is neither cpu nor cuda.
     """
     _check_tp(options, blocks)
-    devices = _devices(options)
+    devices = _devices(options)  # refuses a device that is not there
+    devices = devices if ranks is None else (ranks.device,)
     gpu = devices[0].type == "cuda"
     dtype = _DTYPES.get(options.dtype, torch.bfloat16 if gpu else torch.float32)
     if options.backend == "tilelang" and dtype.itemsize != 2 and gpu:
@@ -120,16 +137,28 @@ def make_settings(
             f"--backend tilelang cannot run in {options.dtype}",
             hint="the kernels compute in bfloat16 or float16; --backend auto runs other types in PyTorch",
         )
-    tokens = options.tokens or _default_tokens(largest_topk(catalogue, blocks), gpu=gpu)
+    pieces = 2 * options.cp if options.cp > 1 else 1
+    tokens = options.tokens or _default_tokens(largest_topk(catalogue, blocks), gpu=gpu, pieces=pieces)
+    _check_tokens(options, tokens, pieces)
+    backend = resolve_backend(options.backend, devices[0])
     return NumbersSettings(
         tokens=tokens,
         rows=tokens if gpu or options.tokens else min(tokens, _CPU_ROWS),
         dtype=dtype,
-        world=options.tp,
+        grid=options.grid,
         devices=devices,
-        backend=resolve_backend(options.backend, devices[0]),
+        backend=backend,
+        ranks=Folded(options.grid, devices, backend)
+        if ranks is None
+        else ranks.served_by(backend, options.backend, _path_of(catalogue), options.trust_shapes),
         seed=options.seed,
+        backward=options.backward,
     )
+
+
+def _path_of(catalogue: Catalogue) -> Path:
+    only = next(iter(catalogue.files.values()))
+    return only.path if catalogue.single_file else catalogue.root
 
 
 def largest_topk(catalogue: Catalogue, blocks: Sequence[AttentionBlock]) -> int:
@@ -140,19 +169,27 @@ def largest_topk(catalogue: Catalogue, blocks: Sequence[AttentionBlock]) -> int:
 
 
 def describe_settings(
-    settings: NumbersSettings, catalogue: Catalogue, blocks: Sequence[AttentionBlock], total: int
+    settings: NumbersSettings,
+    catalogue: Catalogue,
+    blocks: Sequence[AttentionBlock],
+    total: int,
+    ranks: RealRanks | None = None,
 ) -> dict[str, Any]:
     """The settings as the report shows them, tolerances included."""
     return {
         "version": __version__,
-        "tp": settings.world,
+        "tp": settings.grid.tp,
+        "cp": settings.grid.cp,
+        "processes": 1 if ranks is None else settings.grid.size,
+        "process_group": None if ranks is None else ranks.collectives,
+        "backward": settings.backward,
         "tokens": settings.tokens,
         "rows": settings.rows,
         "topk": largest_topk(catalogue, blocks) or None,
         "dtype": str(settings.dtype).removeprefix("torch."),
         "backend": settings.backend.name,
         "backend_reason": settings.backend.reason,
-        "devices": [_device_name(device) for device in settings.devices],
+        "devices": [_device_name(d) for d in settings.devices] if ranks is None else list(ranks.devices),
         "seed": settings.seed,
         "layers": sorted({block.layer for block in blocks if block.layer is not None}),
         "blocks": len(blocks),
@@ -178,6 +215,19 @@ def _check_tp(options: VerifyOptions, blocks: Sequence[AttentionBlock]) -> None:
     )
 
 
+def _check_tokens(options: VerifyOptions, tokens: int, pieces: int) -> None:
+    if tokens % pieces:
+        near = max(pieces, tokens - tokens % pieces)
+        raise CannotError(
+            f"--cp {options.cp}: {tokens} tokens cannot be cut into {pieces} equal pieces, two for each rank",
+            hint=f"--seq {near} can",
+        )
+    if options.backward and tokens < 2:
+        raise CannotError(
+            "--backward: with one token there is one key, and K has no gradient", hint="use a larger --seq"
+        )
+
+
 def _devices(options: VerifyOptions) -> tuple[torch.device, ...]:
     if options.device not in (None, "cpu", "cuda"):
         raise UsageError(f"--device {options.device}: expected cpu or cuda")
@@ -187,13 +237,15 @@ def _devices(options: VerifyOptions) -> tuple[torch.device, ...]:
         )
     if not options.on_gpu:
         return (torch.device("cpu"),)
-    return tuple(torch.device("cuda", number) for number in range(min(torch.cuda.device_count(), options.tp)))
+    count = min(torch.cuda.device_count(), options.grid.size)
+    return tuple(torch.device("cuda", number) for number in range(count))
 
 
-def _default_tokens(topk: int, *, gpu: bool) -> int:
-    """Past the top-k, where a wrong selection shows; 4096 on a GPU at least."""
+def _default_tokens(topk: int, *, gpu: bool, pieces: int) -> int:
+    """Past the top-k, where a wrong selection shows; 4096 on a GPU at least; a multiple of ``pieces``."""
     past = max(2 * topk, 64) if topk <= 1024 else topk + topk // 4
-    return max(past, 4096) if gpu else max(past, 128)
+    least = max(past, 4096) if gpu else max(past, 128)
+    return -(-least // pieces) * pieces
 
 
 def _device_name(device: torch.device) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from mla_convert.catalogue import Catalogue
@@ -11,6 +12,7 @@ from mla_convert.formats.safetensors import parse_header
 from mla_convert.geometry import AttentionBlock, Layout
 from mla_convert.manifest import Manifest, sha256_of
 from mla_convert.names import parse_up_projection
+from mla_convert.quant import FP8_DTYPES, SCALE_FIELDS, SHARED_FIELDS
 from mla_convert.strict_json import parse_json
 from mla_convert.tensors import TensorSpec
 from mla_convert.verification.result import Check
@@ -58,6 +60,29 @@ def check_inventory(
             *(f"{name}: {_shown(ours[name])}, expected {_shown(theirs[name])}" for name in changed),
         ),
     )
+
+
+def dequantised_weights(catalogue: Catalogue, expected: Mapping[str, TensorSpec]) -> set[str]:
+    """Weights outside the KV up-projections that are BF16 here, without scales, and FP8 in the original."""
+    found = set()
+    for name, spec in _plain(tensor.spec for tensor in catalogue.tensors.values()).items():
+        scales = [f"{name.removesuffix('weight')}{field}" for field in SCALE_FIELDS]
+        if name.endswith(".weight") and spec.dtype == "BF16" and not catalogue.tensors.keys() & set(scales):
+            before = expected.get(name)
+            if before and before.dtype in FP8_DTYPES and expected.keys() & set(scales):
+                found.add(name)
+    return found
+
+
+def without_scales(expected: Mapping[str, TensorSpec], dequantised: Collection[str]) -> dict[str, TensorSpec]:
+    """The original's tensors as they are once these weights are BF16."""
+    modules = {name.rpartition(".")[0] for name in dequantised}
+    gone = {f"{module}.{field}" for module in modules for field in (*SCALE_FIELDS, *SHARED_FIELDS)}
+    return {
+        name: replace(spec, dtype="BF16") if name in dequantised else spec
+        for name, spec in expected.items()
+        if name not in gone
+    }
 
 
 def expected_specs(manifest: Manifest, catalogue: Catalogue) -> dict[str, TensorSpec]:
@@ -108,8 +133,8 @@ def check_files(catalogue: Catalogue, manifest: Manifest) -> Check:
             present[json.name] = catalogue.root / json.name
     hashed = 0
     for name, entry in manifest.files.items():
-        path = present.get(name)
-        if path is None:
+        path = present.get(name, catalogue.root / name)  # a rank's own index is in no inventory
+        if not path.is_file():
             bad.append(f"{name} is missing")
             continue
         size = path.stat().st_size

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,23 +17,30 @@ from torch import Tensor
 
 from mla_convert.catalogue import Catalogue
 from mla_convert.errors import BadInputError
+from mla_convert.formats.huggingface_edit import MODULE_BLOCKS
 from mla_convert.geometry import AttentionBlock, Layout, layer_config, quantization_config
 from mla_convert.names import Part
 from mla_convert.quant import SCALE_FIELDS, config_block
 from mla_convert.runtime.reference import AttentionWeights, IndexerWeights, combine_kv_rows, split_kv_rows
 from mla_convert.runtime.spec import AttentionSpec, attention_spec
+from mla_convert.runtime.weights import shard_rows
 
 
 class TensorReader:
-    """Reads tensors of one checkpoint by name with the official library; files are opened when first needed."""
+    """Reads tensors of one checkpoint by name with the official library; files are opened when first needed.
 
-    def __init__(self, catalogue: Catalogue) -> None:
+    Args:
+        catalogue: The checkpoint.
+        name_of: What a tensor is called here, given its name in the file.
+    """
+
+    def __init__(self, catalogue: Catalogue, name_of: Callable[[str], str] = str) -> None:
         self.catalogue = catalogue
         self._open: dict[str, Any] = {}
-        self._files: dict[str, str] = {}
+        self._files: dict[str, tuple[str, str]] = {}
         for name in catalogue.files:
             for tensor in self._handle(name).keys():  # noqa: SIM118 - a safe_open handle is not a mapping
-                self._files[tensor] = name
+                self._files[name_of(tensor)] = (name, tensor)
 
     def _handle(self, name: str) -> Any:
         if name not in self._open:
@@ -60,7 +67,8 @@ class TensorReader:
         """
         if name not in self._files:
             raise BadInputError(f"tensor {name} is missing from {self.catalogue.root}")
-        tensor: Tensor = self._handle(self._files[name]).get_tensor(name)
+        file, stored = self._files[name]
+        tensor: Tensor = self._handle(file).get_tensor(stored)
         return tensor
 
     def optional(self, name: str | None) -> Tensor | None:
@@ -80,11 +88,22 @@ class TensorReader:
         if field is None or not weight.dtype.is_floating_point or weight.element_size() > 1:
             return weight.to(device).to(dtype)
         scale = self.get(f"{module}.{field}").to(device).to(torch.float32).to(torch.float64)
-        config = self.catalogue.config.value if self.catalogue.config else None
         wide = weight.to(device).to(torch.float32).to(torch.float64)
-        return (wide * expand_scale(scale, wide.shape, config_block(quantization_config(config)), module)).to(
-            dtype
+        return (wide * expand_scale(scale, wide.shape, self._scale_block(module), module)).to(dtype)
+
+    def bf16(self, module: str) -> Tensor:
+        """An FP8 projection as ``--dequantize bf16`` makes it: the product in float32, rounded to BF16."""
+        codes = self.get(f"{module}.weight").to(torch.float32)
+        name = next(f"{module}.{field}" for field in SCALE_FIELDS if f"{module}.{field}" in self)
+        scale = self.get(name).to(torch.float32)
+        return (codes * expand_scale(scale, codes.shape, self._scale_block(module), module)).to(
+            torch.bfloat16
         )
+
+    def _scale_block(self, module: str) -> tuple[int, int]:
+        quantization = quantization_config(self.catalogue.config.value if self.catalogue.config else None)
+        own = (quantization or {}).get(MODULE_BLOCKS, {}).get(module)
+        return (own[0], own[1]) if own else config_block(quantization)
 
 
 def expand_scale(scale: Tensor, shape: torch.Size, block: tuple[int, int], where: str) -> Tensor:
@@ -108,7 +127,8 @@ class LoadedBlock:
     """One attention block, dequantised: the up-projection in both forms, from whichever is stored.
 
     ``w_kv_b`` [H*(N+V), R] for the standard path, ``w_uk`` [H*N, R] and ``w_uv`` [H*V, R] for the absorbed one;
-    ``stored`` is the dtype they have on disk.
+    ``stored`` is the dtype they have on disk, ``dtypes`` what other weights have, by field of ``weights``. Where the
+    checkpoint lies on ranks, ``by_rank`` has the part of each that this process runs.
     """
 
     block: AttentionBlock
@@ -118,6 +138,19 @@ class LoadedBlock:
     w_uk: Tensor
     w_uv: Tensor
     stored: torch.dtype
+    by_rank: tuple[LoadedBlock | None, ...] = ()
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+
+    def part(self, rank: int, world: int) -> LoadedBlock:
+        """The block as tensor-parallel rank ``rank`` of ``world`` holds it: as it lies on disk, or cut out."""
+        if self.by_rank:
+            own = self.by_rank[rank]
+            if own is None:
+                raise ValueError(f"{self.block.prefix}: the part of rank {rank} was not read")
+            return own
+        uk, uv = (shard_rows(w, self.spec.heads, rank, world) for w in (self.w_uk, self.w_uv))
+        weights = self.weights.shard(self.spec, rank, world)
+        return replace(self, spec=self.spec.shard(rank, world), weights=weights, w_uk=uk, w_uv=uv)
 
     def to(self, dtype: torch.dtype) -> LoadedBlock:
         """The same block in another dtype."""
@@ -132,13 +165,19 @@ class LoadedBlock:
         )
 
     def rounded_like(self, other: LoadedBlock) -> LoadedBlock:
-        """The combined weight rounded to the 16 bits that ``other`` stores, if that is less than it has itself.
+        """Weights rounded to the 16 bits that ``other`` stores, where that is less than they have themselves.
 
-        After ``--dequantize`` the halves carry a rounding that FP8 codes times their scales do not have.
+        After ``--dequantize`` weights carry a rounding that FP8 codes times their scales do not have.
         """
+        rounded = {
+            name: getattr(self.weights, name).to(torch.bfloat16).to(self.w_kv_b.dtype)
+            for name, dtype in self.dtypes.items()
+            if dtype.startswith("F8") and other.dtypes.get(name) == "BF16"
+        }
+        found = replace(self, weights=replace(self.weights, **rounded)) if rounded else self
         if other.stored == self.stored or other.stored.itemsize != 2:
-            return self
-        return replace(self, w_kv_b=self.w_kv_b.to(other.stored).to(self.w_kv_b.dtype))
+            return found
+        return replace(found, w_kv_b=self.w_kv_b.to(other.stored).to(self.w_kv_b.dtype))
 
 
 def block_spec(catalogue: Catalogue, block: AttentionBlock) -> AttentionSpec:
@@ -229,7 +268,10 @@ def load_block(
         w_uk, w_uv = needed(dense(Part.K_B), Part.K_B), needed(dense(Part.V_B), Part.V_B)
         w_kv_b = combined if combined is not None else combine_kv_rows(w_uk, w_uv, spec)
     stored = reader.get(block.tensor(Part.KV_B if block.layout is Layout.COMBINED else Part.K_B)).dtype
-    return LoadedBlock(block, spec, weights, w_kv_b, w_uk, w_uv, stored)
+    parts = {"q": Part.Q, "q_a": Part.Q_A, "q_b": Part.Q_B, "kv_a": Part.KV_A, "o": Part.O}
+    names = {field: block.find(catalogue, part) for field, part in parts.items()}
+    dtypes = {field: catalogue.tensors[name].spec.dtype for field, name in names.items() if name}
+    return LoadedBlock(block, spec, weights, w_kv_b, w_uk, w_uv, stored, dtypes=dtypes)
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:

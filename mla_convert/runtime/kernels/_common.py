@@ -26,14 +26,21 @@ _cache: dict[Hashable, Any] = {}
 _lock = threading.Lock()
 
 
-def compiled(key: Hashable, build: Callable[[], Any]) -> Any:
+def compiled(
+    key: Hashable, build: Callable[[], Any], *, safe_access: bool = True, insert_barriers: bool = True
+) -> Any:
     """The kernel stored under ``key``; on first use ``build()`` gives the program and TileLang compiles it.
 
-    That takes 5 to 25 s, once: TileLang keeps the result on disk as well (``TILELANG_CACHE_DIR``).
+    That takes 5 to 25 s, once: TileLang keeps the result on disk as well (``TILELANG_CACHE_DIR``). A program that
+    checks its own indices and has all of its barriers can do without TileLang's.
     """
     with _lock:
         if key not in _cache:
             configs = {tilelang.PassConfigKey.TL_ENABLE_FAST_MATH: True}
+            if not safe_access:
+                configs[tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS] = True
+            if not insert_barriers:
+                configs[tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC] = True
             with _quiet_log():
                 kernel = tilelang.compile(build(), target=TARGET, pass_configs=configs)
             if found := divergent_barriers(kernel.get_kernel_source()):

@@ -1,9 +1,11 @@
 """Scores of the lightning indexer: for every query and key, the weighted sum over heads of relu(q . k).
 
-Keys are the M side of the product (64 a step) and heads the N side: a thread block takes as many queries as fill
-128 columns with their heads, and walks a span of keys. One producer warpgroup fetches; two consumers take
-alternate steps through two buffers each, so that one's product hides the other's reduction over heads. Keys
-outside every query's range are not read; they only get their -inf, and each output is written exactly once.
+Keys are the M side of the product (64 a step) and heads the N side, 128 columns a consumer: as many queries as fill
+those with their heads. One producer warpgroup fetches blocks of keys into a ring; two consumers multiply the same
+blocks by queries of their own (or, where the queries fill only one, alternate blocks by the same queries), two steps
+at a time: while the second product runs, the first is reduced over its heads. Reducing is two instructions a score,
+which is what keeps it behind the products. Keys outside every query's range are not read; they only get their -inf,
+and each output is written exactly once.
 
 Shapes: S queries, T keys, I indexer heads, J indexer dims.
 """
@@ -26,10 +28,20 @@ from mla_convert.runtime.kernels._common import (
     require,
 )
 
-COLUMNS = 128  # heads times queries of one thread block
+COLUMNS = 128  # heads times queries of one consumer
 BLOCK = 64  # keys a step: what one warpgroup's matrix instruction takes on its M side
 MAX_HEADS = 128
 MAX_DIM = 128
+TAKES = DTYPES | {torch.float8_e4m3fn: "float8_e4m3fn"}
+
+# Not fmaxf(x, 0): that would turn a NaN into 0.
+RELU = """
+static __device__ __forceinline__ float relu_that_keeps_nan(float x) {
+  float y;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
+  return y;
+}
+"""
 
 
 def indexer_logits(
@@ -39,78 +51,131 @@ def indexer_logits(
     *,
     starts: Tensor | None = None,
     ends: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
 ) -> Tensor:
     """sum over heads of weight * relu(q . k), on a Hopper GPU; products and sums in float32.
 
     Args:
-        q_SIJ: [S, I, J] bfloat16 or float16; 1 to 128 heads, up to 128 dims (dims that are not a multiple of 8
-            are zero-padded in copies of q and k).
+        q_SIJ: [S, I, J] bfloat16, float16 or float8_e4m3fn; 1 to 128 heads, up to 128 dims (dims that do not fill
+            16 bytes are zero-padded in copies of q and k).
         k_TJ: [T, J] in the dtype of q.
         weights_SI: [S, I] float32; other dtypes are converted.
         starts, ends: First key of each query and the one after its last, int [S]; outside them the logit is
             -inf. Causal attention of a whole sequence has ends = 1…S. None: from 0, or to T.
+        q_scale: What q was divided by, [S, I], positive. None: 1.
+        k_scale: What k was divided by, [T], positive. None: 1.
 
     Returns:
-        logits [S, T] float32, without gradient. Two runs give equal bits.
+        logits [S, T] float32, without gradient. Two runs give equal bits. Hopper adds products of float8 numbers
+        with 13 bits behind the leading one, so that such logits are exact to about 1e-4 of the largest product.
 
     Raises:
         CannotError: A size or dtype that the kernel does not take; ``unsupported`` says which.
         ValueError: Shapes that contradict each other.
     """
-    _check(q_SIJ, k_TJ, weights_SI, starts, ends)
+    check(q_SIJ, k_TJ, weights_SI, starts, ends, q_scale, k_scale)
     if reason := unsupported(q_SIJ):
         raise CannotError(f"The indexer kernel cannot run: {reason}.")
-    (queries, heads, dim), keys = q_SIJ.shape, k_TJ.shape[0]
+    queries, keys = q_SIJ.shape[0], k_TJ.shape[0]
     logits_ST = torch.empty(queries, keys, dtype=torch.float32, device=q_SIJ.device)
-    if not (queries and keys):
-        return logits_ST
-    padded = -(-dim // 8) * 8
+    if queries and keys:
+        launch(q_SIJ, k_TJ, weights_SI, starts, ends, q_scale, k_scale, logits_ST, fill=True)
+    return logits_ST
+
+
+def launch(
+    q_SIJ: Tensor,
+    k_TJ: Tensor,
+    weights_SI: Tensor,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    logits_ST: Tensor,
+    *,
+    fill: bool,
+) -> None:
+    """``indexer_logits`` into ``logits_ST``, for arguments that have been checked.
+
+    ``fill`` False leaves most of what lies outside the queries' ranges unwritten: whoever reads only what is inside
+    saves the time.
+    """
+    (queries, heads, dim), keys = q_SIJ.shape, k_TJ.shape[0]
+    unit = 16 // q_SIJ.element_size()
+    padded = -(-dim // unit) * unit
     q_SIJ = launchable(pad_features(q_SIJ, dim, padded, 0))
     k_TJ = launchable(pad_features(k_TJ, dim, padded, 0))
-    weights_SI = launchable(weights_SI.to(torch.float32))
-    first_S = q_SIJ.new_zeros(queries, dtype=torch.int32) if starts is None else launchable(as_int32(starts))
-    last_S = torch.full_like(first_S, keys) if ends is None else launchable(as_int32(ends))
+    weights_SI = weights_SI.to(torch.float32)
+    if q_scale is not None:
+        weights_SI = weights_SI * q_scale
+    weights_SI = launchable(weights_SI)
+    first_S = torch.zeros(queries, dtype=torch.int32, device=q_SIJ.device) if starts is None else starts
+    last_S = torch.full_like(first_S, keys) if ends is None else ends
+    first_S, last_S = launchable(as_int32(first_S)), launchable(as_int32(last_S))
+    scale_T = weights_SI.view(-1) if k_scale is None else launchable(k_scale.to(torch.float32))
+    share = queries > COLUMNS // _slots(heads)
     span, spans = _spans(queries, heads, keys)
     with torch.cuda.device(q_SIJ.device):
-        kernel = compile_for(heads, padded, q_SIJ.dtype)
-        kernel(q_SIJ, k_TJ, weights_SI, first_S, last_S, span, spans, logits_ST)
-    return logits_ST
+        # Scales inside the kernel only where TileLang finds a layout soon, as in ``_slots``.
+        scaled = k_scale is not None and _slots(heads) == 64
+        kernel = compile_for(heads, padded, q_SIJ.dtype, share=share, scaled=scaled)
+        kernel(q_SIJ, k_TJ, weights_SI, scale_T, first_S, last_S, span, spans, int(fill), logits_ST)
+        if k_scale is not None and not scaled:
+            logits_ST.mul_(scale_T)
 
 
 def unsupported(q_SIJ: Tensor) -> str | None:
     """Why the kernel does not take these queries, or None if it does."""
     heads, dim = q_SIJ.shape[1:]
-    if q_SIJ.dtype not in DTYPES:
-        return f"dtype {str(q_SIJ.dtype).removeprefix('torch.')} is neither bfloat16 nor float16"
+    if q_SIJ.dtype not in TAKES:
+        return f"dtype {str(q_SIJ.dtype).removeprefix('torch.')} is neither bfloat16 nor float16 nor float8_e4m3fn"
     if not 0 < heads <= MAX_HEADS or not 0 < dim <= MAX_DIM:
         return f"{heads} heads of {dim} dims; it takes 1 to {MAX_HEADS} heads of 1 to {MAX_DIM} dims"
     return None
 
 
-def compile_for(heads: int, dim: int, dtype: torch.dtype) -> Any:
-    """The kernel for a head count and dims (a multiple of 8); compiles without a GPU, once per variant."""
+def compile_for(heads: int, dim: int, dtype: torch.dtype, *, share: bool = True, scaled: bool = False) -> Any:
+    """The kernel for a head count and dims (a multiple of 16 bytes); compiles without a GPU, once per variant.
+
+    Args:
+        share: Both consumers take every block of keys, each with its own queries.
+        scaled: Keys have scales.
+    """
     slots = _slots(heads)
-    name = DTYPES[dtype]
-    key = ("indexer_logits", slots, dim, name)
-    return compiled(key, lambda: _program(slots, dim, name))
+    name = TAKES[dtype]
+    key = ("indexer_logits", slots, dim, name, share, scaled)
+    return compiled(key, lambda: _program(slots, dim, name, share, scaled))
 
 
 def _slots(heads: int) -> int:
-    """Columns for the heads of one query: a power of two that divides ``COLUMNS``."""
-    return max(8, 1 << (heads - 1).bit_length())
+    """Columns for the heads of one query: a power of two that divides ``COLUMNS``.
+
+    Not 32: TileLang 0.1.15 looks for the layout of that program for many minutes, so half of the columns stay empty.
+    """
+    slots = max(8, 1 << (heads - 1).bit_length())
+    return 64 if slots == 32 else slots
 
 
 def _spans(queries: int, heads: int, keys: int) -> tuple[int, int]:
     """Steps of one thread block and the number of such spans: enough blocks for 132 multiprocessors."""
-    groups, steps = -(-queries * _slots(heads) // COLUMNS), -(-keys // BLOCK)
+    group = COLUMNS // _slots(heads)
+    groups, steps = -(-queries // (2 * group if queries > group else group)), -(-keys // BLOCK)
     spans = min(-(-4 * 132 // groups), -(-steps // 8))
     span = -(-steps // spans)
     return span, -(-steps // span)
 
 
-def _check(
-    q_SIJ: Tensor, k_TJ: Tensor, weights_SI: Tensor, starts: Tensor | None, ends: Tensor | None
+def check(
+    q_SIJ: Tensor,
+    k_TJ: Tensor,
+    weights_SI: Tensor,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
 ) -> None:
+    """Raise ValueError if the arguments of ``indexer_logits`` contradict each other."""
     require(
         q_SIJ.ndim == 3 and k_TJ.ndim == 2,
         f"q {list(q_SIJ.shape)}, k {list(k_TJ.shape)}: expected [S, I, J], [T, J]",
@@ -124,70 +189,114 @@ def _check(
             bound is None or bound.shape == (queries,),
             f"{name} needs one entry for each of {queries} queries",
         )
-    for other in (k_TJ, weights_SI, starts, ends):
+    fits = q_scale is None or q_scale.shape == (queries, heads)
+    require(fits, f"q_scale needs one entry for each of {queries} queries and {heads} heads")
+    fits = k_scale is None or k_scale.shape == (k_TJ.shape[0],)
+    require(fits, f"k_scale needs one entry for each of {k_TJ.shape[0]} keys")
+    for other in (k_TJ, weights_SI, starts, ends, q_scale, k_scale):
         same = other is None or other.device == q_SIJ.device
         require(same, f"q is on {q_SIJ.device} and another argument is not")
 
 
-def _program(slots: int, dim: int, dtype: str) -> Any:
+def _program(slots: int, dim: int, dtype: str, share: bool, scaled: bool) -> Any:
     """``slots`` heads of a query side by side (those that do not exist are zero), ``COLUMNS // slots`` queries."""
     group = COLUMNS // slots
+    together = 2 * group if share else group
     width = 32 if dim <= 32 else 64 if dim <= 64 else 128
-    queries, keys, heads = T.dynamic("queries, keys, heads")
+    unit = 16 if dtype == "float8_e4m3fn" else 8  # elements of one 16-byte copy
+    stages = 6 if share else 8
+    stride = 1 if share else 2  # a consumer takes every block of keys, or every other one
+    queries, keys, heads, scales = T.dynamic("queries, keys, heads, scales")
+
+    @T.macro
+    def multiply(k_sh, q_sh, full, step, score, column):
+        T.barrier_wait(full[step % stages], (step // stages) & 1)
+        T.fence_proxy_async()
+        T.wgmma_gemm(
+            k_sh[step % stages, :, :],
+            q_sh[column : column + COLUMNS, :],
+            score,
+            transpose_B=True,
+            clear_accum=True,
+        )
+
+    @T.macro
+    def reduce(
+        Logits, scale_sh, start_sh, end_sh, score, weights, logits, first, offset, begin, step, steps, queries, keys,
+    ):  # fmt: skip
+        by_head = T.reshape(score, (BLOCK, group, slots))
+        for j, q, h in T.Parallel(BLOCK, group, slots):
+            by_head[j, q, h] = (
+                T.call_extern("float32", "relu_that_keeps_nan", by_head[j, q, h]) * weights[q, h]
+            )
+        T.reduce_sum(by_head, logits, dim=2)
+        key = (begin + step) * BLOCK
+        for j, q in T.Parallel(BLOCK, group):
+            if (first + offset + q < queries) & (key + j < keys) & (step < steps):
+                Logits[first + offset + q, key + j] = T.if_then_else(
+                    (key + j >= start_sh[offset + q]) & (key + j < end_sh[offset + q]),
+                    logits[j, q] * scale_sh[step % (2 * stages), j] if scaled else logits[j, q],
+                    -T.infinity("float32"),
+                )
 
     @T.macro
     def consume(
-        g, Logits, Weights, q_sh, k_sh, start_sh, end_sh, q_full, full, free, score, weights, logits,
-        first, begin, steps, queries, keys, heads,
+        g, Logits, Weights, q_sh, k_sh, scale_sh, start_sh, end_sh, q_full, full, free, even, odd, weights, logits,
+        first, begin, steps, pairs, queries, keys, heads,
     ):  # fmt: skip
-        by_head = T.reshape(score, (BLOCK, group, slots))
+        offset = g * group if share else 0
+        column = g * COLUMNS if share else 0
         for q, h in T.Parallel(group, slots):
             weights[q, h] = T.if_then_else(
-                (first + q < queries) & (h < heads),
-                Weights[T.min(first + q, queries - 1), T.min(h, heads - 1)],
+                (first + offset + q < queries) & (h < heads),
+                Weights[T.min(first + offset + q, queries - 1), T.min(h, heads - 1)],
                 0.0,
             )
         T.barrier_wait(q_full, 0)
-        for i in T.serial(T.ceildiv(steps - g, 2)):
-            s = i % 2
-            T.barrier_wait(full[g * 2 + s], (i // 2) & 1)
-            T.fence_proxy_async()
-            T.wgmma_gemm(k_sh[g * 2 + s, :, :], q_sh, score, transpose_B=True, clear_accum=True)
+        # Nothing is in flight from one round to the next: ptxas would serialise the products.
+        for pair in T.serial(pairs):
+            step = pair * 2 * stride + (0 if share else g)
+            multiply(k_sh, q_sh, full, step, even, column)
+            multiply(k_sh, q_sh, full, step + stride, odd, column)
+            T.wait_wgmma(1)
+            T.barrier_arrive(free[step % stages])
+            reduce(
+                Logits, scale_sh, start_sh, end_sh, even, weights, logits, first, offset, begin, step, steps, queries,
+                keys,
+            )  # fmt: skip
             T.wait_wgmma(0)
-            T.barrier_arrive(free[g * 2 + s])
-            for j, q, h in T.Parallel(BLOCK, group, slots):
-                # Not max(x, 0): that would turn a NaN into 0.
-                by_head[j, q, h] = (
-                    T.if_then_else(by_head[j, q, h] < 0.0, 0.0, by_head[j, q, h]) * weights[q, h]
-                )
-            T.reduce_sum(by_head, logits, dim=2)
-            key = (begin + i * 2 + g) * BLOCK
-            for j, q in T.Parallel(BLOCK, group):
-                if (first + q < queries) & (key + j < keys):
-                    Logits[first + q, key + j] = T.if_then_else(
-                        (key + j >= start_sh[q]) & (key + j < end_sh[q]), logits[j, q], -T.infinity("float32")
-                    )
+            T.barrier_arrive(free[(step + stride) % stages])
+            reduce(
+                Logits, scale_sh, start_sh, end_sh, odd, weights, logits, first, offset, begin, step + stride, steps,
+                queries, keys,
+            )  # fmt: skip
 
     @T.prim_func
     def indexer_logits_kernel(
         Q: T.Tensor([queries, heads, dim], dtype),
         K: T.Tensor([keys, dim], dtype),
         Weights: T.Tensor([queries, heads], "float32"),
+        Scales: T.Tensor([scales], "float32"),
         Starts: T.Tensor([queries], "int32"),
         Ends: T.Tensor([queries], "int32"),
         span: T.int32,
         spans: T.int32,
+        fill: T.int32,
         Logits: T.Tensor([queries, keys], "float32"),
     ):
-        with T.Kernel(T.ceildiv(queries, group), spans, threads=384) as (block, part):
-            q_sh = T.alloc_shared([COLUMNS, width], dtype)
-            k_sh = T.alloc_shared([4, BLOCK, width], dtype)
-            start_sh = T.alloc_shared([group], "int32", scope="shared")
-            end_sh = T.alloc_shared([group], "int32", scope="shared")
+        with T.Kernel(T.ceildiv(queries, together), spans, threads=384, prelude=RELU) as (block, part):
+            q_sh = T.alloc_shared([together * slots, width], dtype)
+            k_sh = T.alloc_shared([stages, BLOCK, width], dtype)
+            # Read after a block of keys is given back, so it must outlive one more use of the block's place.
+            scale_sh = T.alloc_shared([2 * stages, BLOCK], "float32", scope="shared")
+            start_sh = T.alloc_shared([together], "int32", scope="shared")
+            end_sh = T.alloc_shared([together], "int32", scope="shared")
             weights0 = T.alloc_fragment([group, slots], "float32")
             weights1 = T.alloc_fragment([group, slots], "float32")
-            score0 = T.alloc_fragment([BLOCK, COLUMNS], "float32")
-            score1 = T.alloc_fragment([BLOCK, COLUMNS], "float32")
+            even0 = T.alloc_fragment([BLOCK, COLUMNS], "float32")
+            even1 = T.alloc_fragment([BLOCK, COLUMNS], "float32")
+            odd0 = T.alloc_fragment([BLOCK, COLUMNS], "float32")
+            odd1 = T.alloc_fragment([BLOCK, COLUMNS], "float32")
             logits0 = T.alloc_fragment([BLOCK, group], "float32")
             logits1 = T.alloc_fragment([BLOCK, group], "float32")
             lowest = T.alloc_var("int32")
@@ -195,14 +304,15 @@ def _program(slots: int, dim: int, dtype: str) -> Any:
             first = T.alloc_var("int32")
             begin = T.alloc_var("int32")
             steps = T.alloc_var("int32")
+            pairs = T.alloc_var("int32")
             q_full = T.alloc_barrier([128])
-            full = T.alloc_barrier([128] * 4)
-            free = T.alloc_barrier([128] * 4)
+            full = T.alloc_barrier([128] * stages)
+            free = T.alloc_barrier([256 if share else 128] * stages)
 
             # The last queries have the longest causal ranges, so they go first.
-            first = (T.ceildiv(queries, group) - 1 - block) * group
+            first = (T.ceildiv(queries, together) - 1 - block) * together
             thread = T.get_thread_binding()
-            if thread < group:
+            if thread < together:
                 start_sh[thread] = 0
                 end_sh[thread] = 0
                 if first + thread < queries:
@@ -212,7 +322,7 @@ def _program(slots: int, dim: int, dtype: str) -> Any:
             # The keys that any of the queries needs; a query behind the end has an empty range.
             lowest = 2147483647
             highest = 0
-            for q in T.serial(group):
+            for q in T.serial(together):
                 if start_sh[q] < end_sh[q]:
                     lowest = T.min(lowest, start_sh[q])
                     highest = T.max(highest, end_sh[q])
@@ -220,61 +330,80 @@ def _program(slots: int, dim: int, dtype: str) -> Any:
             span_to = T.min(span_from + span, T.ceildiv(keys, BLOCK))
             begin = T.max(span_from, T.min(lowest // BLOCK, span_to))
             steps = T.max(T.min(T.ceildiv(highest, BLOCK), span_to) - begin, 0)
+            pairs = T.ceildiv(steps, 2 * stride)
 
             if thread < 128:
-                T.set_max_nreg(216, 1)
+                T.set_max_nreg(232, 1)
                 consume(
-                    0, Logits, Weights, q_sh, k_sh, start_sh, end_sh, q_full, full, free, score0, weights0,
-                    logits0, first, begin, steps, queries, keys, heads,
+                    0, Logits, Weights, q_sh, k_sh, scale_sh, start_sh, end_sh, q_full, full, free, even0, odd0,
+                    weights0, logits0, first, begin, steps, pairs, queries, keys, heads,
                 )  # fmt: skip
             elif thread < 256:
-                T.set_max_nreg(216, 1)
+                T.set_max_nreg(232, 1)
                 consume(
-                    1, Logits, Weights, q_sh, k_sh, start_sh, end_sh, q_full, full, free, score1, weights1,
-                    logits1, first, begin, steps, queries, keys, heads,
+                    1, Logits, Weights, q_sh, k_sh, scale_sh, start_sh, end_sh, q_full, full, free, even1, odd1,
+                    weights1, logits1, first, begin, steps, pairs, queries, keys, heads,
                 )  # fmt: skip
             else:
-                T.set_max_nreg(72, 0)
+                T.set_max_nreg(40, 0)
                 producer = thread - 256
-                for r in T.unroll(COLUMNS // 16):
+                for r in T.unroll(together * slots // 16):
                     column = r * 16 + producer // 8
                     query = first + column // slots
                     head = column % slots
                     exists = (query < queries) & (head < heads)
-                    for u in T.unroll(T.ceildiv(width, 64)):
-                        d = u * 64 + producer % 8 * 8
+                    for u in T.unroll(T.ceildiv(width, 8 * unit)):
+                        d = u * 8 * unit + producer % 8 * unit
                         if d < width:
                             T.ptx_cp_async(
-                                T.access_ptr(q_sh[column, d], "w", 8),
+                                T.access_ptr(q_sh[column, d], "w", unit),
                                 T.access_ptr(
-                                    Q[T.min(query, queries - 1), T.min(head, heads - 1), T.min(d, dim - 8)],
+                                    Q[
+                                        T.min(query, queries - 1),
+                                        T.min(head, heads - 1),
+                                        T.min(d, dim - unit),
+                                    ],
                                     "r",
-                                    8,
+                                    unit,
                                 ),
-                                8,
+                                unit,
                                 exists & (d < dim),
                             )
                 T.cp_async_barrier_noinc(q_full[0])
-                for i in T.serial(steps):
-                    s = i % 2 * 2 + i // 2 % 2
-                    T.barrier_wait(free[s], ((i // 4) & 1) ^ 1)
-                    for r in T.unroll(BLOCK // 16):
-                        j = r * 16 + producer // 8
-                        key = (begin + i) * BLOCK + j
-                        for u in T.unroll(T.ceildiv(width, 64)):
-                            d = u * 64 + producer % 8 * 8
-                            if d < width:
+                # Pairs are whole: the steps behind the last are empty, and their products are dropped.
+                for i in T.serial(pairs * 2 * stride):
+                    s = i % stages
+                    T.barrier_wait(free[s], ((i // stages) & 1) ^ 1)
+                    if i < steps:
+                        if scaled:  # noqa: SIM102, one is a choice of the program and one of the thread
+                            if producer < BLOCK:
                                 T.ptx_cp_async(
-                                    T.access_ptr(k_sh[s, j, d], "w", 8),
-                                    T.access_ptr(K[T.min(key, keys - 1), T.min(d, dim - 8)], "r", 8),
-                                    8,
-                                    (key < keys) & (d < dim),
+                                    T.access_ptr(scale_sh[i % (2 * stages), producer], "w", 1),
+                                    T.access_ptr(
+                                        Scales[T.min((begin + i) * BLOCK + producer, keys - 1)], "r", 1
+                                    ),
+                                    1,
                                 )
+                        for r in T.unroll(BLOCK // 16):
+                            j = r * 16 + producer // 8
+                            key = (begin + i) * BLOCK + j
+                            for u in T.unroll(T.ceildiv(width, 8 * unit)):
+                                d = u * 8 * unit + producer % 8 * unit
+                                if d < width:
+                                    T.ptx_cp_async(
+                                        T.access_ptr(k_sh[s, j, d], "w", unit),
+                                        T.access_ptr(
+                                            K[T.min(key, keys - 1), T.min(d, dim - unit)], "r", unit
+                                        ),
+                                        unit,
+                                        (key < keys) & (d < dim),
+                                    )
                     T.cp_async_barrier_noinc(full[s])
-                for i in T.serial(span_to - span_from - steps):
-                    outside = span_from + i + T.if_then_else(span_from + i < begin, 0, steps)
-                    for q, j in T.Parallel(group, BLOCK):
-                        if (first + q < queries) & (outside * BLOCK + j < keys):
-                            Logits[first + q, outside * BLOCK + j] = -T.infinity("float32")
+                if fill != 0:
+                    for i in T.serial(span_to - span_from - steps):
+                        outside = span_from + i + T.if_then_else(span_from + i < begin, 0, steps)
+                        for q, j in T.Parallel(together, BLOCK):
+                            if (first + q < queries) & (outside * BLOCK + j < keys):
+                                Logits[first + q, outside * BLOCK + j] = -T.infinity("float32")
 
     return indexer_logits_kernel

@@ -1,0 +1,260 @@
+"""What the two attention programs of dense and decode attention share; ``_dense_plan`` has the ones around them.
+
+Rows of the product are (query, head) pairs of one request, packed: a tile takes 64 of them (``_dense_many``), or up
+to 32 where a request has no more (``_dense_few``). An item is a few neighbouring tiles, ``lanes``, and the cached
+tokens that their rows see. Its cost is one unit a block of 64 tokens and ``OVERHEAD`` for what it takes beside them.
+
+``plan`` puts the items end to end and cuts the whole into equal shares. A share is the work of ``lanes`` thread
+blocks, one a tile, which so walk the same tokens at the same time: memory is read once for all of them. There are
+as many thread blocks as multiprocessors, lengths may differ as they like, one request may take the whole GPU, and
+nobody has to know the lengths on the host. An item that no cut goes through is written to the output directly; the
+parts of the others are written in float32, two slots a thread block (the part at the start of its share and the
+one at the end), and ``combine`` merges them: at most one item for each cut.
+
+The cache is rows in pages: token p of a request is row ``table[request, p // page] * page + p % page``. A
+contiguous cache is one page a request, and the list of a query that sees chosen tokens only is a table of pages of
+one token. Three warpgroups as in ``_sparse_mla``: one fetches blocks into two buffers, two compute.
+
+Shapes: B requests, S queries of a request, H heads, E = rank + rope, N = B·S·H rows.
+"""
+# Annotations here are TileLang's, read at run time: no ``from __future__ import annotations``, and mypy is told.
+# mypy: disable-error-code="misc, untyped-decorator, no-untyped-def, valid-type"
+
+import tilelang.language as T  # noqa: N812
+
+BLOCK = 64  # tokens a step
+LOWEST = -1.0e30  # where the running maximum starts: finite, so that an empty row never computes inf - inf
+SLACK = 8.0  # how far, in powers of two, a probability may exceed 1 before everything is rescaled
+OVERHEAD = 3  # what an item costs beside its blocks, in blocks
+PLAN_COLUMNS = 6
+"""A plan has a line for each item (first unit, end unit, first token, end token, and the span that all of its rows
+see), for each share (first item, last item), one with the units of a share, and one for each query (its span)."""
+
+FP8_ROW = 656  # bytes of a cached token in FlashMLA's FP8 layout: 512 e4m3, 4 float32 scales, 64 bfloat16
+FP8_GROUP = 128  # values that share a scale
+FP8_SCALES = 512 // 4  # where the scales begin, in float32
+FP8_ROPE = 528 // 2  # where the rotary dims begin, in bfloat16
+
+
+BEGIN, END, COUNT, ROW, ROWS_END, WHOLE, SLOT, REQUEST, SEEN_BEGIN, SEEN_END, TURN = range(11)
+"""What ``turn_at`` finds: the tokens and blocks of a thread block's part of an item, the rows of its tile and where
+those of the request end, 1 if the part is all of the item, the slot for it if not, the request, and the span that
+all rows see."""
+
+
+@T.macro
+def turn_at(Plan, turn, item, block, lanes, share, items_each, rows_each, tile):
+    """Work out a thread block's part of ``item``."""
+    place = T.truncdiv(block, lanes)
+    lane = T.truncmod(block, lanes)
+    unit = Plan[item, 0]
+    stop = Plan[item, 1]
+    turn[WHOLE] = T.if_then_else((unit >= place * share) & (stop <= (place + 1) * share), 1, 0)
+    turn[SLOT] = (2 * place + T.if_then_else(unit >= place * share, 1, 0)) * lanes + lane
+    turn[BEGIN] = T.max(T.max(place * share, unit) - unit - OVERHEAD, 0)
+    turn[COUNT] = T.max(T.min((place + 1) * share, stop) - unit - OVERHEAD, 0) - turn[BEGIN]
+    turn[BEGIN] = Plan[item, 2] + turn[BEGIN] * BLOCK
+    turn[END] = T.min(turn[BEGIN] + turn[COUNT] * BLOCK, Plan[item, 3])
+    turn[REQUEST] = T.truncdiv(item, items_each)
+    turn[ROW] = turn[REQUEST] * rows_each + (T.truncmod(item, items_each) * lanes + lane) * tile
+    turn[ROWS_END] = (turn[REQUEST] + 1) * rows_each
+    turn[SEEN_BEGIN] = Plan[item, 4]
+    turn[SEEN_END] = Plan[item, 5]
+
+
+@T.macro
+def load_queries(
+    Q, Plan, spans_at, rank_sh, rope_sh, bounds_sh, row, rows_end, heads, thread, q_full, tile, rank, rope
+):
+    """Producer: copy a tile's rows and the spans they see; rows that do not exist become zeros and see nothing."""
+    column = thread % 8 * 8
+    for step in T.unroll(T.ceildiv(tile, 16)):
+        h = step * 16 + thread // 8
+        if h < tile:
+            exists = row + h < rows_end
+            source = T.min(row + h, rows_end - 1)
+            for u in T.unroll(rank // 64):
+                T.ptx_cp_async(
+                    T.access_ptr(rank_sh[h, u * 64 + column], "w", 8),
+                    T.access_ptr(Q[source, u * 64 + column], "r", 8),
+                    8,
+                    exists,
+                )
+            for u in T.unroll(T.ceildiv(rope, 64)):
+                if u * 64 + column < rope:
+                    T.ptx_cp_async(
+                        T.access_ptr(rope_sh[h, u * 64 + column], "w", 8),
+                        T.access_ptr(Q[source, rank + u * 64 + column], "r", 8),
+                        8,
+                        exists,
+                    )
+    T.cp_async_barrier_noinc(q_full[0])
+    for side in T.unroll(2):
+        if thread < tile:
+            bounds_sh[side, thread] = T.if_then_else(
+                row + thread < rows_end,
+                Plan[spans_at + T.truncdiv(T.min(row + thread, rows_end - 1), heads), side],
+                0,
+            )
+    T.barrier_arrive(q_full[0])
+
+
+@T.macro
+def ask(Table, paged, entry, request, page, begin, end, thread):
+    """Producer: fetch the table entries of the block at token ``begin``, four rows a thread, to be used later."""
+    for r in T.unroll(4):
+        entry[r] = -1
+        if begin + r * 16 + thread // 8 < end:
+            entry[r] = request
+            if paged != 0:
+                entry[r] = Table[request, T.truncdiv(begin + r * 16 + thread // 8, page)]
+
+
+@T.macro
+def locate(entry, source, page, pages, begin, thread):
+    """Producer: rows of the cache from table entries, -1 where there is none."""
+    for r in T.unroll(4):
+        source[r] = -1
+        if (entry[r] >= 0) & (entry[r] < pages):
+            source[r] = entry[r] * page + T.truncmod(begin + r * 16 + thread // 8, page)
+
+
+@T.macro
+def flag(source, valid, holes, s, number, thread):
+    """Producer: say which rows of a block are there."""
+    if thread % 8 == 0:
+        for r in T.unroll(4):
+            valid[s, r * 16 + thread // 8] = T.if_then_else(source[r] >= 0, 1, 0)
+            if source[r] < 0:
+                holes[s] = number
+
+
+@T.macro
+def fetch(
+    KV, Table, paged, entry, source, rank_sh, rope_sh, valid, holes, request, page, pages, begin, end, thread, full,
+    free, used0, used1, left, rank, rope,
+):  # fmt: skip
+    """Producer: fetch tokens [begin, end) of a request, 64 at a time, eight threads a row.
+
+    A row that is not there is zero-filled without a read, so nothing stale or NaN can reach a product. ``valid``
+    says which rows are there, ``holes`` whether a block has others: it then holds the block's number, counted from 1
+    in this item. ``used0`` and ``used1`` count the earlier uses of each buffer. Each thread arrives on a piece's
+    "full" when its copies have landed, and on the second piece's once more, with release order, for its flags.
+    """
+    column = thread % 8 * 8
+    for i in T.serial(T.ceildiv(end - begin, BLOCK)):
+        s = i % 2
+        phase = (T.if_then_else(s == 0, used0, used1) + i // 2) & 1
+        T.barrier_wait(free[s * 2], phase ^ 1)
+        locate(entry, source, page, pages, begin + i * BLOCK, thread)
+        ask(Table, paged, entry, request, page, begin + (i + 1) * BLOCK, end, thread)
+        flag(source, valid, holes, s, i + 1, thread)
+        for r in T.unroll(4):
+            for u in T.unroll(left // 64):
+                T.ptx_cp_async(
+                    T.access_ptr(rank_sh[s, r * 16 + thread // 8, u * 64 + column], "w", 8),
+                    T.access_ptr(KV[T.max(source[r], 0), u * 64 + column], "r", 8),
+                    8,
+                    source[r] >= 0,
+                )
+        T.cp_async_barrier_noinc(full[s * 2])
+        T.barrier_wait(free[s * 2 + 1], phase ^ 1)
+        for r in T.unroll(4):
+            for u in T.unroll((rank - left) // 64):
+                T.ptx_cp_async(
+                    T.access_ptr(rank_sh[s, r * 16 + thread // 8, left + u * 64 + column], "w", 8),
+                    T.access_ptr(KV[T.max(source[r], 0), left + u * 64 + column], "r", 8),
+                    8,
+                    source[r] >= 0,
+                )
+            for u in T.unroll(T.ceildiv(rope, 64)):
+                if u * 64 + column < rope:
+                    T.ptx_cp_async(
+                        T.access_ptr(rope_sh[s, r * 16 + thread // 8, u * 64 + column], "w", 8),
+                        T.access_ptr(KV[T.max(source[r], 0), rank + u * 64 + column], "r", 8),
+                        8,
+                        source[r] >= 0,
+                    )
+        T.cp_async_barrier_noinc(full[s * 2 + 1])
+        T.barrier_arrive(full[s * 2 + 1])
+
+
+@T.macro
+def load_codes(KV, Scales, source, raw, factor, half, place, thread):
+    """Producer: half of the values of four rows and their scales into registers; zeros for a row that is not there."""
+    for r in T.unroll(4):
+        for u in T.unroll(2):
+            factor[place * 8 + r * 2 + u] = T.if_then_else(
+                source[r] >= 0, Scales[T.max(source[r], 0), FP8_SCALES + half * 2 + u], 0.0
+            )
+            for k in T.vectorized(16):
+                raw[place * 128 + (r * 2 + u) * 16 + k] = T.if_then_else(
+                    source[r] >= 0,
+                    KV[T.max(source[r], 0), (half * 2 + u) * FP8_GROUP + thread % 8 * 16 + k],
+                    T.cast(0.0, "float8_e4m3fn"),
+                )
+
+
+@T.macro
+def store_values(raw, factor, rank_sh, s, half, place, thread):
+    """Producer: code times scale, rounded, to shared memory."""
+    for r in T.unroll(4):
+        for u in T.unroll(2):
+            for v in T.unroll(2):
+                for k in T.vectorized(8):
+                    rank_sh[
+                        s, r * 16 + thread // 8, (half * 2 + u) * FP8_GROUP + thread % 8 * 16 + v * 8 + k
+                    ] = (
+                        T.cast(raw[place * 128 + (r * 2 + u) * 16 + v * 8 + k], "float32")
+                        * factor[place * 8 + r * 2 + u]
+                    )
+
+
+@T.macro
+def fetch_fp8(
+    KV, Scales, Rope, Table, paged, entry, source, here, raw, factor, rank_sh, rope_sh, valid, holes, request, page,
+    pages, begin, end, thread, full, free, used0, used1, ahead,
+):  # fmt: skip
+    """Producer: as ``fetch``, from rows in FlashMLA's FP8 layout; values become 16-bit floats on their way.
+
+    ``KV``, ``Scales`` and ``Rope`` are the same memory as e4m3, float32 and bfloat16. With ``ahead`` the codes of the
+    next half are asked for before those of one are converted, which takes twice the registers.
+    """
+    if ahead:
+        locate(entry, source, page, pages, begin, thread)
+        ask(Table, paged, entry, request, page, begin + BLOCK, end, thread)
+        load_codes(KV, Scales, source, raw, factor, 0, 0, thread)
+    for i in T.serial(T.ceildiv(end - begin, BLOCK)):
+        s = i % 2
+        phase = (T.if_then_else(s == 0, used0, used1) + i // 2) & 1
+        if ahead:
+            load_codes(KV, Scales, source, raw, factor, 1, 1, thread)
+        else:
+            locate(entry, source, page, pages, begin + i * BLOCK, thread)
+            ask(Table, paged, entry, request, page, begin + (i + 1) * BLOCK, end, thread)
+            load_codes(KV, Scales, source, raw, factor, 0, 0, thread)
+        for r in T.unroll(4):
+            here[r] = source[r]
+        T.barrier_wait(free[s * 2], phase ^ 1)
+        flag(here, valid, holes, s, i + 1, thread)
+        store_values(raw, factor, rank_sh, s, 0, 0, thread)
+        T.fence_proxy_async()
+        T.barrier_arrive(full[s * 2])
+        if ahead:
+            locate(entry, source, page, pages, begin + (i + 1) * BLOCK, thread)
+            ask(Table, paged, entry, request, page, begin + (i + 2) * BLOCK, end, thread)
+            load_codes(KV, Scales, source, raw, factor, 0, 0, thread)
+        else:
+            load_codes(KV, Scales, source, raw, factor, 1, 0, thread)
+        T.barrier_wait(free[s * 2 + 1], phase ^ 1)
+        for r in T.unroll(4):
+            T.ptx_cp_async(
+                T.access_ptr(rope_sh[s, r * 16 + thread // 8, thread % 8 * 8], "w", 8),
+                T.access_ptr(Rope[T.max(here[r], 0), FP8_ROPE + thread % 8 * 8], "r", 8),
+                8,
+                here[r] >= 0,
+            )
+        T.cp_async_barrier_noinc(full[s * 2 + 1])
+        store_values(raw, factor, rank_sh, s, 1, 1 if ahead else 0, thread)
+        T.fence_proxy_async()
+        T.barrier_arrive(full[s * 2 + 1])

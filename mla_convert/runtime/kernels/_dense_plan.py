@@ -1,0 +1,241 @@
+"""The small programs around dense and decode attention: ``plan`` shares the work out, ``combine`` merges what was cut.
+
+``_dense`` describes items, shares and parts.
+"""
+# Annotations here are TileLang's, read at run time: no ``from __future__ import annotations``, and mypy is told.
+# mypy: disable-error-code="misc, untyped-decorator, no-untyped-def, valid-type"
+
+from typing import Any
+
+import tilelang.language as T  # noqa: N812
+
+from mla_convert.runtime.kernels._common import LN2, LOG2E
+from mla_convert.runtime.kernels._dense import BLOCK, LOWEST, OVERHEAD, PLAN_COLUMNS
+
+SMALLEST_SHARE = 4  # units that are worth a thread block of their own
+PLAN_THREADS = 1024
+
+
+def plan() -> Any:
+    """The programs' schedule. A query's span is from ``Starts`` and ``Ends``; or, with ``use_lengths``, from 0 to the
+    length of its request, less the causal queries behind it."""
+    requests, ranges, lines = T.dynamic("requests, ranges, lines")
+
+    @T.prim_func
+    def dense_mla_plan(
+        Lengths: T.Tensor([requests], "int32"),
+        Starts: T.Tensor([ranges], "int32"),
+        Ends: T.Tensor([ranges], "int32"),
+        use_lengths: T.int32,
+        causal: T.int32,
+        heads: T.int32,
+        queries_each: T.int32,
+        rows_item: T.int32,
+        items_each: T.int32,
+        items: T.int32,
+        shares: T.int32,
+        capacity: T.int32,
+        Plan: T.Tensor([lines, PLAN_COLUMNS], "int32"),
+    ):
+        with T.Kernel(1, threads=PLAN_THREADS) as _block:
+            sums = T.alloc_shared([2, PLAN_THREADS], "int32", scope="shared")
+            unit = T.alloc_var("int32")
+            mine = T.alloc_var("int32")
+            each = T.alloc_var("int32")
+            share = T.alloc_var("int32")
+            request = T.alloc_var("int32")
+            first = T.alloc_var("int32")
+            last = T.alloc_var("int32")
+            start = T.alloc_var("int32")
+            end = T.alloc_var("int32")
+            low = T.alloc_var("int32")
+            high = T.alloc_var("int32")
+            all_low = T.alloc_var("int32")
+            all_high = T.alloc_var("int32")
+            item = T.alloc_var("int32")
+            thread = T.get_thread_binding()
+            each = T.ceildiv(items, PLAN_THREADS)
+            mine = 0
+            for k in T.serial(each):
+                item = thread * each + k
+                if item < items:
+                    request = T.truncdiv(item, items_each)
+                    first = T.truncdiv(T.truncmod(item, items_each) * rows_item, heads)
+                    last = T.truncdiv((T.truncmod(item, items_each) + 1) * rows_item - 1, heads)
+                    last = request * queries_each + T.min(last, queries_each - 1)
+                    first = request * queries_each + first
+                    low = capacity
+                    high = 0
+                    all_low = 0
+                    all_high = capacity
+                    for q in T.serial(last - first + 1):
+                        start = 0
+                        if use_lengths != 0:
+                            end = Lengths[request]
+                            if causal != 0:
+                                end = end - ((request + 1) * queries_each - 1 - first - q)
+                        else:
+                            start = T.max(Starts[first + q], 0)
+                            end = Ends[first + q]
+                        end = T.max(T.min(end, capacity), 0)
+                        if start < end:
+                            low = T.min(low, start)
+                            high = T.max(high, end)
+                        all_low = T.max(all_low, start)
+                        all_high = T.min(all_high, end)
+                        Plan[items + shares + 1 + first + q, 0] = start
+                        Plan[items + shares + 1 + first + q, 1] = end
+                    low = T.min(low, high)
+                    Plan[item, 1] = OVERHEAD + T.ceildiv(high - low, BLOCK)
+                    Plan[item, 2] = low
+                    Plan[item, 3] = high
+                    Plan[item, 4] = all_low
+                    Plan[item, 5] = all_high
+                    mine = mine + OVERHEAD + T.ceildiv(high - low, BLOCK)
+            sums[0, thread] = mine
+            for c in T.serial(T.ceildiv(shares, PLAN_THREADS)):
+                if c * PLAN_THREADS + thread < shares:
+                    Plan[items + c * PLAN_THREADS + thread, 0] = 0
+                    Plan[items + c * PLAN_THREADS + thread, 1] = -1
+            T.sync_threads()
+            for step in T.unroll(PLAN_THREADS.bit_length() - 1):
+                unit = sums[step % 2, thread]
+                if thread >= 1 << step:
+                    unit = unit + sums[step % 2, thread - (1 << step)]
+                sums[(step + 1) % 2, thread] = unit
+                T.sync_threads()
+            share = sums[(PLAN_THREADS.bit_length() - 1) % 2, PLAN_THREADS - 1]
+            share = T.max(T.ceildiv(share, shares), SMALLEST_SHARE)
+            unit = sums[(PLAN_THREADS.bit_length() - 1) % 2, thread] - mine
+            for k in T.serial(each):
+                item = thread * each + k
+                if item < items:
+                    end = unit + Plan[item, 1]
+                    Plan[item, 0] = unit
+                    Plan[item, 1] = end
+                    first = T.truncdiv(unit, share)
+                    last = T.truncdiv(end - 1, share)
+                    for c in T.serial(last - first + 1):
+                        if (first + c) * share >= unit:
+                            Plan[items + first + c, 0] = item
+                        if ((first + c + 1) * share <= end) | (item == items - 1):
+                            Plan[items + first + c, 1] = item
+                    unit = end
+            if thread == 0:
+                Plan[items + shares, 0] = share
+
+    return dense_mla_plan
+
+
+def combine(tile: int, rank: int, dtype: str, warps: int) -> Any:
+    """Merge the parts of the items that were cut, ``warps`` (1 or 8) a row and 8 a thread block.
+
+    A thread block is for a cut and 8 // ``warps`` rows of its item. The first cut of an item does the work; the
+    thread blocks of its other cuts have none.
+    """
+    lines, slots, rows, heads = T.dynamic("lines, slots, rows, heads")
+    step = 4 if rank % 128 == 0 else 2
+    pieces = rank // (32 * step)
+    rows_block = 8 // warps
+    batch = 4  # parts whose loads are in flight together
+
+    @T.prim_func
+    def dense_mla_combine(
+        Plan: T.Tensor([lines, PLAN_COLUMNS], "int32"),
+        Part: T.Tensor([slots, tile, rank + 4], "float32"),
+        Sink: T.Tensor([heads], "float32"),
+        has_sink: T.int32,
+        items: T.int32,
+        shares: T.int32,
+        rows_each: T.int32,
+        items_each: T.int32,
+        lanes: T.int32,
+        Out: T.Tensor([rows, rank], dtype),
+        Lse: T.Tensor([rows], "float32"),
+    ):
+        with T.Kernel(shares - 1, tile * lanes // rows_block, threads=256) as (cut, block):
+            shared = T.alloc_shared([warps, rank], "float32", scope="shared")
+            taken = T.alloc_local([batch, pieces * step], "float32")
+            weights = T.alloc_local([batch], "float32")
+            total = T.alloc_local([pieces * step], "float32")
+            rounded = T.alloc_local([step], dtype)
+            top = T.alloc_var("float32")
+            denominator = T.alloc_var("float32")
+            factor = T.alloc_var("float32")
+            share = T.alloc_var("int32")
+            item = T.alloc_var("int32")
+            parts = T.alloc_var("int32")
+            row = T.alloc_var("int32")
+            part = T.alloc_var("int32")
+            slot = T.alloc_var("int32")
+            thread = T.get_thread_binding()
+            place = thread % 32
+            item_row = block * rows_block + thread // 32 // warps
+            h = item_row % tile
+            lane = item_row // tile
+            share = Plan[items + shares, 0]
+            item = Plan[items + cut, 1]
+            if item >= 0:
+                # A first part ends its thread block's share and is in the second slot, the others in the first.
+                parts = T.truncdiv(Plan[item, 1] - 1, share) - cut + 1
+                row = T.truncmod(item, items_each) * (tile * lanes) + item_row
+                if (parts > 1) & (Plan[item, 0] >= cut * share) & (row < rows_each):
+                    row = row + T.truncdiv(item, items_each) * rows_each
+                    top = LOWEST
+                    for k in T.serial(T.ceildiv(parts, 32)):
+                        part = T.min(k * 32 + place, parts - 1)
+                        slot = (2 * (cut + part) + T.if_then_else(part == 0, 1, 0)) * lanes + lane
+                        top = T.max(top, Part[slot, h, rank])
+                    for b in T.unroll(5):
+                        top = T.max(top, T.shfl_xor(top, 1 << b))
+                    denominator = 0.0
+                    for k in T.serial(T.ceildiv(parts, 32)):
+                        part = k * 32 + place
+                        slot = (2 * (cut + part) + T.if_then_else(part == 0, 1, 0)) * lanes + lane
+                        if part < parts:
+                            denominator = denominator + T.exp2((Part[slot, h, rank] - top) * LOG2E)
+                    for b in T.unroll(5):
+                        denominator = denominator + T.shfl_xor(denominator, 1 << b)
+                    T.fill(total, 0.0)
+                    for k in T.serial(T.ceildiv(parts, warps * batch)):
+                        for u in T.unroll(batch):
+                            part = (k * batch + u) * warps + thread // 32 % warps
+                            slot = T.min(part, parts - 1)
+                            slot = (2 * (cut + slot) + T.if_then_else(slot == 0, 1, 0)) * lanes + lane
+                            weights[u] = T.if_then_else(
+                                part < parts, Part[slot, h, rank], -T.infinity("float32")
+                            )
+                            for p in T.unroll(pieces):
+                                for d in T.vectorized(step):
+                                    taken[u, p * step + d] = Part[slot, h, (p * 32 + place) * step + d]
+                        for u in T.unroll(batch):
+                            factor = T.exp2((weights[u] - top) * LOG2E)
+                            for d in T.unroll(pieces * step):
+                                total[d] = total[d] + factor * taken[u, d]
+                    if warps > 1:
+                        for p in T.unroll(pieces):
+                            for d in T.vectorized(step):
+                                shared[thread // 32, (p * 32 + place) * step + d] = total[p * step + d]
+                        T.sync_threads()
+                    if thread // 32 % warps == 0:
+                        for g in T.unroll(warps - 1):
+                            for p in T.unroll(pieces):
+                                for d in T.unroll(step):
+                                    total[p * step + d] = (
+                                        total[p * step + d] + shared[g + 1, (p * 32 + place) * step + d]
+                                    )
+                        if place == 0:
+                            Lse[row] = T.if_then_else(
+                                denominator == 0.0, -T.infinity("float32"), T.log2(denominator) * LN2 + top
+                            )
+                        factor = denominator
+                        if has_sink != 0:
+                            factor = denominator + T.exp2((Sink[T.truncmod(row, heads)] - top) * LOG2E)
+                        factor = T.if_then_else(denominator == 0.0, 0.0, 1.0 / factor)
+                        for p in T.unroll(pieces):
+                            for d in T.vectorized(step):
+                                rounded[d] = total[p * step + d] * factor
+                            for d in T.vectorized(step):
+                                Out[row, (p * 32 + place) * step + d] = rounded[d]
+
+    return dense_mla_combine

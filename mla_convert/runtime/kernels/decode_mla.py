@@ -1,0 +1,94 @@
+"""Decode attention of absorbed MLA: new tokens against the latent cache, contiguous or paged, dense or sparse.
+
+The programs are those of ``dense_mla``. B requests, S new tokens of each, T cached tokens,
+H heads, E = d_v + rope (one cached token), K entries on a list.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mla_convert.errors import CannotError
+from mla_convert.runtime.decode import check
+from mla_convert.runtime.kernels._common import as_int32, launchable, pad_features
+from mla_convert.runtime.kernels.dense_mla import Cache, Spans, attend, native
+from mla_convert.runtime.kernels.dense_mla import unsupported as dense_unsupported
+from mla_convert.runtime.kv_cache import is_fp8
+
+
+def decode_mla(
+    q_BSHE: Tensor,
+    kv_cache: Tensor,
+    *,
+    cache_seqlens: Tensor | None = None,
+    block_table: Tensor | None = None,
+    scale: float,
+    causal: bool = False,
+    indices: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    d_v: int,
+) -> tuple[Tensor, Tensor]:
+    """``decode.decode_mla`` on a Hopper GPU, the same arguments and results.
+
+    Nothing waits for the device or depends on a length on the host, so calls can be captured in a graph. The S·H
+    rows of a request share the reading of its cache; with ``indices``, the H rows of a token share that of its list.
+    Scores, softmax and sums are float32; probabilities, and values of FP8 rows, are rounded to q's dtype before a
+    product. Two runs give equal bits; the last bits depend on what else a call holds. It carries no gradient.
+
+    bfloat16 or float16 queries, any number of heads and tokens, pages of any size. The cache must be packed (it is
+    copied if not), and FP8 rows need bfloat16 queries.
+
+    Raises:
+        CannotError: A size, dtype or scale that the kernels do not take; ``unsupported`` says which.
+        ValueError: Arguments that contradict each other.
+    """
+    check(q_BSHE, kv_cache, cache_seqlens, block_table, causal, indices, topk_length, attn_sink, d_v)
+    if reason := unsupported(q_BSHE, kv_cache, d_v, scale):
+        raise CannotError(f"The decode kernel cannot run: {reason}.")
+    batch, queries, heads, width = q_BSHE.shape
+    entries = 1 if indices is None else indices.shape[2]
+    if not (q_BSHE.numel() and kv_cache.numel() and entries) or (
+        block_table is not None and not block_table.numel()
+    ):
+        lse_BHS = q_BSHE.new_full((batch, heads, queries), -torch.inf, dtype=torch.float32)
+        return q_BSHE.new_zeros(batch, queries, heads, d_v), lse_BHS
+
+    fp8, page = is_fp8(kv_cache), kv_cache.shape[1]
+    rows_each = heads if indices is not None else queries * heads
+    rank, rope = native(rows_each, d_v, width - d_v)
+    rows_TE = kv_cache.reshape(-1, kv_cache.shape[-1])
+    rows_TE = launchable(rows_TE.view(torch.uint8) if fp8 else pad_features(rows_TE, d_v, rank, rope))
+    if indices is not None:
+        table_BP = launchable(as_int32(indices).reshape(batch * queries, entries))
+        cache = Cache(rows_TE, page=1, capacity=entries, table_BP=table_BP, fp8=fp8)
+        spans = Spans(batch * queries, 1, _list_lengths(topk_length, batch, queries, entries, q_BSHE.device))
+    else:
+        assert cache_seqlens is not None
+        table = None if block_table is None else launchable(as_int32(block_table))
+        capacity = page * (1 if table is None else table.shape[1])
+        cache = Cache(rows_TE, page, capacity, table, fp8)
+        spans = Spans(batch, queries, launchable(as_int32(cache_seqlens)), causal and queries > 1)
+    out_NR, lse_N = attend(q_BSHE, cache, spans, scale, attn_sink, d_v=d_v, rank=rank, rope=rope)
+    out_BSHR, lse_BSH = out_NR.view(batch, queries, heads, rank), lse_N.view(batch, queries, heads)
+    return (out_BSHR if rank == d_v else out_BSHR[..., :d_v].contiguous()), lse_BSH.transpose(1, 2)
+
+
+def unsupported(q_BSHE: Tensor, kv_cache: Tensor, d_v: int, scale: float) -> str | None:
+    """Why the kernels do not take these arguments, or None if they do."""
+    if is_fp8(kv_cache) and q_BSHE.dtype != torch.bfloat16:
+        return f"FP8 rows need bfloat16 queries, not {str(q_BSHE.dtype).removeprefix('torch.')}"
+    return dense_unsupported(q_BSHE, d_v, scale)
+
+
+def _list_lengths(
+    topk_length: Tensor | None, batch: int, queries: int, entries: int, device: torch.device
+) -> Tensor:
+    """Entries to read of each token's list, int32 [B·S]."""
+    if topk_length is None:
+        return torch.full((batch * queries,), entries, dtype=torch.int32, device=device)
+    limits = as_int32(topk_length)
+    if limits.ndim == 1:
+        limits = limits[:, None].expand(batch, queries)
+    return launchable(limits.reshape(batch * queries))

@@ -1,0 +1,329 @@
+"""Dense attention of absorbed MLA: every query attends to a span of the cached tokens.
+
+The programs are in ``_dense``, ``_dense_few``, ``_dense_many`` and ``_dense_plan``; here are ``dense_mla`` and the
+launch that it shares with ``decode_mla``.
+
+Shapes: S queries, T tokens, H heads, E = d_v + rope (one cached token), B requests, N = B·S·H rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mla_convert.errors import CannotError
+from mla_convert.runtime.kernels import _dense_plan as programs
+from mla_convert.runtime.kernels._common import (
+    DTYPES,
+    LOG2E,
+    as_int32,
+    compiled,
+    launchable,
+    launcher,
+    pad_features,
+    require,
+)
+from mla_convert.runtime.kernels._dense import PLAN_COLUMNS
+from mla_convert.runtime.kernels._dense_few import few_rows
+from mla_convert.runtime.kernels._dense_many import TILE, many_rows
+
+MAX_RANK = 512
+MAX_WIDTH = 576
+FEW = 32
+"""Requests of up to this many rows have the tokens on the M side of the products."""
+MOST_LANES = 12
+
+
+def dense_mla(
+    q_SHE: Tensor,
+    kv_TE: Tensor,
+    scale: float,
+    *,
+    rows_S: Tensor | None = None,
+    starts: Tensor | None = None,
+    ends: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    d_v: int,
+) -> tuple[Tensor, Tensor]:
+    """Attention of absorbed queries to spans of the cached tokens, on a Hopper GPU.
+
+    Query s sees the tokens from ``starts[s]`` (default 0) up to but not including ``ends[s]``; both are taken as
+    if clipped to the T tokens there are. Default is causal attention of the last S tokens: ``ends[s]`` = T - S + s
+    + 1. ``spans.causal_spans`` makes the spans of packed sequences. Neighbours
+    with like spans share the work of fetching them, so keep the queries of a sequence together.
+
+    Scores, softmax and both sums are float32; probabilities are rounded to the dtype of ``q_SHE`` before they meet
+    the values. Two runs give equal bits; the last bits depend on what else a call holds, which decides where the
+    work is cut into parts. It carries no gradient.
+
+    Args:
+        q_SHE: [S, H, E] bfloat16 or float16, any number of heads.
+        kv_TE: [T, E] or [T, 1, E] in the dtype of q; the first ``d_v`` dims are the values as well.
+        scale: Factor on the scores, positive.
+        rows_S: Position of each query among the tokens: the same as ``ends`` = rows + 1.
+        starts, ends: int32 or int64 [S].
+        attn_sink: Logits [H] float32 that take a share of the softmax; ``lse`` stays as it is.
+        d_v: 64, 128, … 512 with E - d_v in 0, 32, 64 … (E at most 576) run as they are; with S·H above 32 from 128
+            and in 0, 64 … on. Other sizes are zero-padded to the next such in copies of q and kv.
+
+    Returns:
+        out [S, H, d_v] in q's dtype and the natural log-sum-exp [S, H] float32. A query that sees nothing gives 0
+        and -inf. Tokens that no query of the call sees may be NaN.
+
+    Raises:
+        CannotError: A size, dtype or scale that the kernels do not take; ``unsupported`` says which.
+        ValueError: Shapes that contradict each other.
+    """
+    kv_TE = kv_TE.squeeze(1) if kv_TE.ndim == 3 else kv_TE
+    _check(q_SHE, kv_TE, rows_S, starts, ends, attn_sink, d_v)
+    if reason := unsupported(q_SHE, d_v, scale):
+        raise CannotError(f"The dense attention kernel cannot run: {reason}.")
+    (queries, heads, width), tokens = q_SHE.shape, kv_TE.shape[0]
+    if not (queries and heads and tokens):
+        lse_SH = q_SHE.new_full((queries, heads), -torch.inf, dtype=torch.float32)
+        return q_SHE.new_zeros(queries, heads, d_v), lse_SH
+
+    if rows_S is not None:
+        ends = rows_S + 1
+    if ends is None:
+        ends = torch.arange(tokens - queries + 1, tokens + 1, dtype=torch.int32, device=q_SHE.device)
+    ends_S = launchable(as_int32(ends))
+    starts_S = torch.zeros_like(ends_S) if starts is None else launchable(as_int32(starts))
+    rank, rope = native(queries * heads, d_v, width - d_v)
+    spans = Spans(requests=1, queries_each=queries, starts_S=starts_S, ends_S=ends_S)
+    cache = Cache(launchable(pad_features(kv_TE, d_v, rank, rope)), page=tokens, capacity=tokens)
+    out_NR, lse_N = attend(q_SHE, cache, spans, scale, attn_sink, d_v=d_v, rank=rank, rope=rope)
+    out_SHR = out_NR.view(queries, heads, rank)
+    return (out_SHR if rank == d_v else out_SHR[..., :d_v].contiguous()), lse_N.view(queries, heads)
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """Rows [tokens, E], or [tokens, 656] bytes of ``fp8``, in pages.
+
+    Token p of request b, p < ``capacity``, is row ``table_BP[b, p // page] * page + p % page``; without a table the
+    request itself is the page.
+    """
+
+    rows_TE: Tensor
+    page: int
+    capacity: int
+    table_BP: Tensor | None = None
+    fp8: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """What each query of each request sees: [starts, ends) or, with lengths, all before the length.
+
+    With ``causal`` the last query of a request sees its whole length and each query before it one token less.
+    """
+
+    requests: int
+    queries_each: int
+    lengths_B: Tensor | None = None
+    causal: bool = False
+    starts_S: Tensor | None = None
+    ends_S: Tensor | None = None
+
+
+def attend(
+    q: Tensor,
+    cache: Cache,
+    spans: Spans,
+    scale: float,
+    attn_sink: Tensor | None,
+    *,
+    d_v: int,
+    rank: int,
+    rope: int,
+) -> tuple[Tensor, Tensor]:
+    """Plan, attend, combine: rows of ``q`` [..., H, E], request by request, to out [N, rank] and lse [N]."""
+    heads, device = q.shape[-2], q.device
+    q_NE = launchable(pad_features(q, d_v, rank, rope)).view(-1, rank + rope)
+    rows, requests = q_NE.shape[0], spans.requests
+    rows_each = spans.queries_each * heads
+    if requests * rows_each != rows:
+        raise ValueError(f"{rows} rows of {requests} requests with {spans.queries_each} x {heads} each")
+    tile = tile_rows(rows_each)
+    lanes = lanes_of(-(-rows_each // tile))
+    items_each = -(-rows_each // (tile * lanes))
+    items, shares = requests * items_each, max(_multiprocessors(device) // lanes, 1)
+
+    # Each allocation and view costs the host as much as a launch: as few as can be.
+    lines = items + shares + 1 + rows // heads
+    plan = torch.empty(lines, PLAN_COLUMNS, dtype=torch.int32, device=device)
+    part = torch.empty(2 * shares * lanes, tile, rank + 4, dtype=torch.float32, device=device)
+    out_NR = torch.empty(rows, rank, dtype=q.dtype, device=device)
+    lse_N = torch.empty(rows, dtype=torch.float32, device=device)
+    sink_H = lse_N[:heads] if attn_sink is None else launchable(attn_sink.to(torch.float32))
+    if spans.lengths_B is not None:
+        lengths = starts = ends = spans.lengths_B
+    else:
+        assert spans.starts_S is not None and spans.ends_S is not None
+        starts, ends = spans.starts_S, spans.ends_S
+        lengths = ends[:requests]
+    values = scales = ropes = cache.rows_TE
+    if cache.fp8:
+        values, scales, ropes = (
+            values.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float32, torch.bfloat16)
+        )
+    table = cache.table_BP
+    if table is None:  # never read, but it has to have a line for each request
+        table = plan[:requests]
+    with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
+        _entry("plan")(
+            lengths,
+            starts,
+            ends,
+            int(spans.lengths_B is not None),
+            int(spans.causal),
+            heads,
+            spans.queries_each,
+            tile * lanes,
+            items_each,
+            items,
+            shares,
+            cache.capacity,
+            plan,
+        )
+        _entry("attend", tile, rank, rope, q.dtype, cache.fp8)(
+            q_NE,
+            values,
+            scales,
+            ropes,
+            table,
+            plan,
+            int(cache.table_BP is not None),
+            cache.page,
+            items,
+            shares,
+            items_each,
+            lanes,
+            sink_H,
+            int(attn_sink is not None),
+            scale * LOG2E,
+            out_NR,
+            lse_N,
+            part,
+        )
+        if shares > 1:
+            _entry("combine", tile, rank, q.dtype, 8 if items * 8 <= shares else 1)(
+                plan,
+                part,
+                sink_H,
+                int(attn_sink is not None),
+                items,
+                shares,
+                rows_each,
+                items_each,
+                lanes,
+                out_NR,
+                lse_N,
+            )
+    return out_NR, lse_N
+
+
+@functools.cache
+def _entry(what: str, *key: Any) -> Callable[..., None]:
+    """What launches a kernel; looked up once, since the way there costs a small launch more than the launch."""
+    builders: dict[str, Callable[..., Any]] = {
+        "plan": plan_kernel,
+        "attend": compile_for,
+        "combine": combine_kernel,
+    }
+    return launcher(builders[what](*key))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def tile_rows(rows: int) -> int:
+    """The tile for requests of ``rows`` rows."""
+    return TILE if rows > FEW else max(8, 1 << (rows - 1).bit_length())
+
+
+def lanes_of(tiles: int) -> int:
+    """How many tiles of a request walk its tokens together: all of them, unless they are too many."""
+    return tiles if tiles <= MOST_LANES else 4
+
+
+def native(rows: int, d_v: int, rope: int) -> tuple[int, int]:
+    """The sizes that the kernels run for ``d_v`` and ``rope``: multiples of 64 and of 32.
+
+    In tiles of 64 rows, two warpgroups share the value dims, 64 of them each at least, and probabilities take the
+    place of 64 rope dims.
+    """
+    if rows > FEW:
+        return max(-(-d_v // 64) * 64, 128), -(-rope // 64) * 64
+    return -(-d_v // 64) * 64, -(-rope // 32) * 32
+
+
+def unsupported(q: Tensor, d_v: int, scale: float) -> str | None:
+    """Why the kernels do not take these arguments, or None if they do."""
+    if q.dtype not in DTYPES:
+        return f"dtype {str(q.dtype).removeprefix('torch.')} is neither bfloat16 nor float16"
+    rank, rope = native(FEW + 1, d_v, q.shape[-1] - d_v)
+    if rank > MAX_RANK or rank + rope > MAX_WIDTH:
+        return (
+            f"{d_v} + {q.shape[-1] - d_v} dims a token, more than {MAX_RANK} for values or {MAX_WIDTH} in all"
+        )
+    if not 0 < scale < float("inf"):
+        return f"scale {scale} is not a positive number"
+    return None
+
+
+def compile_for(tile: int, rank: int, rope: int, dtype: torch.dtype, fp8: bool = False) -> Any:
+    """The attention kernel for a tile (8, 16, 32 or 64 rows) and native sizes; compiles without a GPU."""
+    name = DTYPES[dtype]
+    if tile == TILE:
+        return compiled(("dense", tile, rank, rope, name, fp8), lambda: many_rows(rank, rope, name, fp8))
+    return compiled(("dense", tile, rank, rope, name, fp8), lambda: few_rows(tile, rank, rope, name, fp8))
+
+
+def plan_kernel() -> Any:
+    """The kernel that shares the work out."""
+    return compiled("dense plan", programs.plan)
+
+
+def combine_kernel(tile: int, rank: int, dtype: torch.dtype, warps: int) -> Any:
+    """The kernel that merges the parts of what was cut, with 1 or 8 warps a row: 8 where parts are many."""
+    key = ("dense combine", tile, rank, dtype, warps)
+    return compiled(key, lambda: programs.combine(tile, rank, DTYPES[dtype], warps))
+
+
+def _check(
+    q_SHE: Tensor,
+    kv_TE: Tensor,
+    rows_S: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    attn_sink: Tensor | None,
+    d_v: int,
+) -> None:
+    """Raise ValueError for shapes, dtypes or devices that do not belong together."""
+    require(
+        q_SHE.ndim == 3 and kv_TE.ndim == 2,
+        f"q {list(q_SHE.shape)}, kv {list(kv_TE.shape)}: expected [S, H, E], [T, E] or [T, 1, E]",
+    )
+    queries, heads, width = q_SHE.shape
+    require(kv_TE.shape[1] == width, f"q has {width} dims a head and kv {kv_TE.shape[1]} a token")
+    require(kv_TE.dtype == q_SHE.dtype, f"q is {q_SHE.dtype} and kv {kv_TE.dtype}")
+    require(0 < d_v <= width, f"d_v is {d_v} and a token has {width} dims")
+    require(rows_S is None or ends is None, "rows_S and ends say the same thing: pass one of them")
+    for name, span in (("rows_S", rows_S), ("starts", starts), ("ends", ends)):
+        if span is not None:
+            require(span.shape == (queries,), f"{name} {list(span.shape)} for {queries} queries")
+    if attn_sink is not None:
+        require(attn_sink.shape == (heads,), f"attn_sink {list(attn_sink.shape)} for {heads} heads")
+    for other in (kv_TE, rows_S, starts, ends, attn_sink):
+        same = other is None or other.device == q_SHE.device
+        require(same, f"q is on {q_SHE.device} and another argument is not")

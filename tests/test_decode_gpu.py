@@ -1,0 +1,418 @@
+"""Decode and dense attention kernels against float64, computed from the same inputs, on a Hopper GPU.
+
+As ``test_kernels_gpu``: fresh inputs, NaN in the memory of the outputs, FlashMLA's limits over all and row by row. Rows
+of the cache that no token may see hold NaN.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import pytest
+import torch
+from test_kernels_gpu import check_close, check_lse, poison
+from torch import Tensor
+
+from mla_convert.runtime import decode, reference
+from mla_convert.runtime.dispatch import available
+from mla_convert.runtime.kv_cache import cache_rows, is_fp8, pack_fp8, unpack_fp8
+from mla_convert.runtime.spans import causal_spans
+
+_can_run, _reason = available("cuda")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _can_run, reason=f"no kernels here: {_reason}")]
+
+HEADS = [1, 2, 3, 8, 12, 16, 20, 32, 33, 40, 64, 96, 100, 128]
+LENGTHS = [0, 1, 63, 64, 65, 129, 700, 1999]
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def _seeded(request: pytest.FixtureRequest) -> None:
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+def paged(
+    lengths: list[int], page: int, width: int = 576, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor]:
+    """Requests in shuffled pages: NaN in pages that no request has and behind the end of each."""
+    counts = [-(-length // page) for length in lengths]
+    blocks = sum(counts) + 3
+    order = torch.randperm(blocks).tolist()
+    pool = torch.full((blocks, page, 1, width), NAN, device="cuda", dtype=dtype)
+    table = torch.full((len(lengths), max(*counts, 1) + 1), -1, dtype=torch.int32)
+    for b, length in enumerate(lengths):
+        for n in range(counts[b]):
+            table[b, n] = order.pop()
+            used = min(page, length - n * page)
+            pool[int(table[b, n]), :used] = torch.randn(used, 1, width, device="cuda") / 10
+    return pool, table.cuda()
+
+
+def queries(
+    batch: int, tokens: int, heads: int, width: int = 576, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    return torch.randn(batch, tokens, heads, width, device="cuda", dtype=dtype) * 10
+
+
+def run_decode(q: Tensor, cache: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    """Run on poisoned memory, compare with float64, return the kernel's results."""
+    from mla_convert.runtime.kernels.decode_mla import decode_mla
+
+    d_v = options.setdefault("d_v", 512)
+    options.setdefault("scale", 1.3 * q.shape[-1] ** -0.5)
+    batch, tokens, heads = q.shape[:3]
+    poison(((batch * tokens * heads, d_v), q.dtype), ((batch * tokens * heads,), torch.float32))
+    out, lse = decode_mla(q, cache, **options)
+    assert out.shape == (batch, tokens, heads, d_v) and out.dtype == q.dtype and out.is_contiguous()
+    assert lse.shape == (batch, heads, tokens) and lse.dtype == torch.float32
+    wide = unpack_fp8(cache) if is_fp8(cache) else cache
+    want, want_lse = decode.decode_mla(q.double(), wide.double(), **options)
+    check_close(out, want)
+    check_lse(lse, want_lse)
+    return out, lse
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+@pytest.mark.parametrize("heads", HEADS)
+def test_decode_every_head_count(heads: int, tokens: int) -> None:
+    cache, table = paged(LENGTHS, 64)
+    lengths = torch.tensor(LENGTHS, device="cuda", dtype=torch.int32)
+    q = queries(len(LENGTHS), tokens, heads)
+    run_decode(q, cache, cache_seqlens=lengths, block_table=table, causal=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("page", [1, 16, 48, 64, 256])
+@pytest.mark.parametrize("heads", [4, 16, 64, 128])
+class TestPages:
+    def test_pages(self, heads: int, page: int, tokens: int) -> None:
+        cache, table = paged(LENGTHS, page)
+        q = queries(len(LENGTHS), tokens, heads)
+        for causal in (False, True):
+            lengths = torch.tensor(LENGTHS, device="cuda", dtype=torch.int64)
+            run_decode(q, cache, cache_seqlens=lengths, block_table=table, causal=causal)
+
+
+@pytest.mark.parametrize("heads", [3, 16, 30, 64, 128])
+class TestDecode:
+    def test_contiguous(self, heads: int) -> None:
+        cache = torch.full((len(LENGTHS), 2000, 576), NAN, device="cuda", dtype=torch.bfloat16)
+        for b, length in enumerate(LENGTHS):
+            cache[b, :length] = torch.randn(length, 576, device="cuda") / 10
+        lengths = torch.tensor(LENGTHS, device="cuda", dtype=torch.int32)
+        for tokens in (1, 2):
+            run_decode(queries(len(LENGTHS), tokens, heads), cache, cache_seqlens=lengths, causal=True)
+
+    def test_one_long_request(self, heads: int) -> None:
+        cache, table = paged([20_011], 64)
+        lengths = torch.tensor([20_011], device="cuda", dtype=torch.int32)
+        run_decode(queries(1, 1, heads), cache, cache_seqlens=lengths, block_table=table)
+        run_decode(queries(1, 3, heads), cache, cache_seqlens=lengths, block_table=table, causal=True)
+
+    def test_many_short_requests(self, heads: int) -> None:
+        sizes = torch.randint(0, 300, (500,)).tolist()
+        cache, table = paged(sizes, 16)
+        lengths = torch.tensor(sizes, device="cuda", dtype=torch.int32)
+        run_decode(queries(500, 1, heads), cache, cache_seqlens=lengths, block_table=table)
+
+    def test_one_long_among_short(self, heads: int) -> None:
+        sizes = [3, 9000, 0, 70, 5, 1]
+        cache, table = paged(sizes, 64)
+        lengths = torch.tensor(sizes, device="cuda", dtype=torch.int32)
+        run_decode(queries(6, 2, heads), cache, cache_seqlens=lengths, block_table=table, causal=True)
+
+    def test_lengths_beyond_the_cache(self, heads: int) -> None:
+        cache = torch.randn(2, 100, 576, device="cuda", dtype=torch.bfloat16) / 10
+        run_decode(queries(2, 2, heads), cache, cache_seqlens=torch.tensor([101, 4000], device="cuda"))
+
+    def test_sink(self, heads: int) -> None:
+        cache, table = paged(LENGTHS, 64)
+        lengths = torch.tensor(LENGTHS, device="cuda", dtype=torch.int32)
+        sink = torch.randn(heads, device="cuda") * 5
+        sink[0] = -torch.inf
+        q = queries(len(LENGTHS), 2, heads)
+        options = {"cache_seqlens": lengths, "block_table": table}
+        _, lse = run_decode(q, cache, attn_sink=sink, **options)
+        assert torch.equal(lse, run_decode(q, cache, **options)[1])
+
+    def test_large_scores(self, heads: int) -> None:
+        cache, table = paged(LENGTHS, 64)
+        lengths = torch.tensor(LENGTHS, device="cuda", dtype=torch.int32)
+        run_decode(
+            queries(len(LENGTHS), 2, heads), cache, cache_seqlens=lengths, block_table=table, scale=1.0
+        )
+
+    def test_rising_scores(self, heads: int) -> None:
+        """Every block exceeds all before it, so that the reference of the exponentials moves each time."""
+        cache, table = paged([3000], 3008)
+        q = queries(1, 1, heads)
+        order = (cache[int(table[0, 0]), :3000, 0].float() @ q[0, 0, 0].float()).argsort()
+        cache[int(table[0, 0]), :3000] = cache[int(table[0, 0]), :3000][order]
+        lengths = torch.tensor([3000], device="cuda", dtype=torch.int32)
+        run_decode(q, cache, cache_seqlens=lengths, block_table=table, scale=0.5)
+
+    def test_strided_and_unaligned(self, heads: int) -> None:
+        cache, table = paged([70, 200], 64)
+        lengths = torch.tensor([70, 200], device="cuda", dtype=torch.int32)
+        q = queries(2, 1, heads)
+        plain = run_decode(q, cache, cache_seqlens=lengths, block_table=table)
+        wide_q = torch.full((2, 1, heads + 2, 601), NAN, device="cuda", dtype=q.dtype)
+        wide_q[:, :, 1 : heads + 1, 3:579] = q
+        wide_cache = torch.full((*cache.shape[:3], 600), NAN, device="cuda", dtype=q.dtype)
+        wide_cache[..., 7:583] = cache
+        strided = run_decode(
+            wide_q[:, :, 1 : heads + 1, 3:579],
+            wide_cache[..., 7:583],
+            cache_seqlens=lengths.long(),
+            block_table=table.long(),
+        )
+        assert all(torch.equal(a, b) for a, b in zip(plain, strided, strict=True))
+
+    def test_two_runs_are_bitwise_equal(self, heads: int) -> None:
+        from mla_convert.runtime.kernels.decode_mla import decode_mla
+
+        cache, table = paged([5000, 100, 2048] * 20, 64)
+        lengths = torch.tensor([5000, 100, 2048] * 20, device="cuda", dtype=torch.int32)
+        q = queries(60, 1, heads)
+        runs = [
+            decode_mla(q, cache, cache_seqlens=lengths, block_table=table, scale=0.05, d_v=512)
+            for _ in range(3)
+        ]
+        for out, lse in runs[1:]:
+            assert torch.equal(out, runs[0][0]) and torch.equal(lse, runs[0][1])
+
+    def test_in_a_graph_with_lengths_that_change(self, heads: int) -> None:
+        from mla_convert.runtime.kernels.decode_mla import decode_mla
+
+        cache, table = paged([900, 901, 902], 64)
+        lengths = torch.tensor([900, 1, 64], device="cuda", dtype=torch.int32)
+        q = queries(3, 2, heads)
+        options = {"cache_seqlens": lengths, "block_table": table, "causal": True, "scale": 0.05, "d_v": 512}
+        decode_mla(q, cache, **options)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = decode_mla(q, cache, **options)
+        lengths.copy_(torch.tensor([3, 900, 500], dtype=torch.int32))
+        for out in got:
+            out.fill_(NAN)
+        graph.replay()
+        want = decode.decode_mla(q.double(), cache.double(), **options)
+        check_close(got[0], want[0])
+        check_lse(got[1], want[1])
+
+    def test_nothing_to_do(self, heads: int) -> None:
+        from mla_convert.runtime.kernels.decode_mla import decode_mla
+
+        q, lengths = queries(2, 1, heads), torch.zeros(2, device="cuda", dtype=torch.int32)
+        cache = torch.full((2, 64, 576), NAN, device="cuda", dtype=torch.bfloat16)
+        for args, options in (
+            ((q, cache), {"cache_seqlens": lengths}),
+            ((q, cache[:, :0]), {"cache_seqlens": lengths}),
+            ((q[:0], cache[:0]), {"cache_seqlens": lengths[:0]}),
+            ((q, cache), {"indices": torch.zeros(2, 1, 0, device="cuda", dtype=torch.int32)}),
+            ((q, cache), {"indices": torch.full((2, 1, 70), -1, device="cuda", dtype=torch.int32)}),
+        ):
+            out, lse = decode_mla(*args, scale=1.0, d_v=512, **options)
+            assert out.shape == (args[0].shape[0], 1, heads, 512) and not out.any() and lse.isneginf().all()
+
+
+def listed(batch: int, tokens: int, entries: int, rows: int, invalid: float = 0.1) -> Tensor:
+    indices = torch.randint(0, rows, (batch, tokens, entries), device="cuda", dtype=torch.int32)
+    indices[torch.rand(indices.shape, device="cuda") < invalid] = -1
+    return indices
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("heads", [1, 8, 16, 24, 40, 64, 128])
+class TestSparse:
+    def cache(self, fp8: bool, blocks: int = 40, page: int = 64) -> Tensor:
+        cache = torch.randn(blocks, page, 1, 576, device="cuda", dtype=torch.bfloat16) / 10
+        return pack_fp8(cache) if fp8 else cache
+
+    def test_lists(self, heads: int, fp8: bool) -> None:
+        for entries in (1, 63, 64, 200, 2048):
+            indices = listed(5, 2, entries, 40 * 64)
+            run_decode(queries(5, 2, heads), self.cache(fp8), indices=indices)
+
+    def test_invalid_entries(self, heads: int, fp8: bool) -> None:
+        indices = listed(3, 2, 300, 40 * 64, invalid=0)
+        for start, value in enumerate([-1, 40 * 64, -(2**31), 2**31 - 1, -2]):
+            indices[:, :, 7 + start :: 11] = value
+        indices[0, 0] = -1
+        indices[1, 1, :128] = -1
+        out, lse = run_decode(queries(3, 2, heads), self.cache(fp8), indices=indices)
+        assert not out[0, 0].any() and lse[0, :, 0].isneginf().all()
+
+    def test_unlisted_rows_never_leak(self, heads: int, fp8: bool) -> None:
+        cache = self.cache(fp8)
+        indices = listed(3, 1, 90, 40 * 64, invalid=0.3)
+        indices[indices == 0] = -1
+        unlisted = torch.ones(40 * 64, dtype=torch.bool, device="cuda")
+        unlisted[indices[indices >= 0].long()] = False
+        if fp8:
+            cache.view(-1, 656)[unlisted] = 0x7F  # NaN as e4m3, as float32 and as bfloat16
+        else:
+            cache.view(-1, 576)[unlisted] = NAN
+        run_decode(queries(3, 1, heads), cache, indices=indices)
+
+    def test_topk_length(self, heads: int, fp8: bool) -> None:
+        indices = listed(4, 2, 200, 40 * 64)
+        q, cache = queries(4, 2, heads), self.cache(fp8)
+        run_decode(q, cache, indices=indices, topk_length=torch.tensor([0, 1, 65, 200], device="cuda"))
+        by_token = torch.tensor([[0, 200], [64, 1], [65, 300], [100, 128]], device="cuda", dtype=torch.int32)
+        sink = torch.randn(heads, device="cuda")
+        run_decode(q, cache, indices=indices.long(), topk_length=by_token, attn_sink=sink)
+
+    def test_dense_from_the_same_cache(self, heads: int, fp8: bool) -> None:
+        cache, table = paged(LENGTHS, 64)
+        if fp8:
+            packed = pack_fp8(cache.nan_to_num())
+            packed[cache.isnan().any(-1)] = 0x7F
+            cache = packed
+        lengths = torch.tensor(LENGTHS, device="cuda", dtype=torch.int32)
+        q = queries(len(LENGTHS), 2, heads)
+        run_decode(q, cache, cache_seqlens=lengths, block_table=table, causal=True)
+
+    def test_positions_of_a_paged_cache(self, heads: int, fp8: bool) -> None:
+        cache, table = paged([500, 500], 16)
+        cache = cache.nan_to_num()
+        cache = pack_fp8(cache) if fp8 else cache
+        positions = torch.randperm(500, device="cuda").expand(2, 1, -1)
+        q = queries(2, 1, heads)
+        lengths = torch.tensor([500, 500], device="cuda", dtype=torch.int32)
+        dense = run_decode(q, cache, cache_seqlens=lengths, block_table=table)
+        sparse = run_decode(q, cache, indices=cache_rows(positions, table, 16))
+        assert torch.allclose(dense[0].float(), sparse[0].float(), atol=2e-3)
+        assert torch.allclose(dense[1], sparse[1], atol=1e-4)
+
+
+def test_fp8_scales_that_are_no_powers_of_two() -> None:
+    cache = pack_fp8(torch.randn(30, 64, 1, 576, device="cuda") / 10, power_of_two=False)
+    for heads in (16, 64):
+        run_decode(queries(3, 1, heads), cache, indices=listed(3, 1, 500, 30 * 64))
+
+
+def test_cache_beyond_int32_offsets() -> None:
+    from mla_convert.runtime.kernels.decode_mla import decode_mla
+
+    pages = 60_000  # 2.2e9 elements
+    cache = torch.empty(pages, 64, 1, 576, device="cuda", dtype=torch.bfloat16)
+    for part in cache.split(5000):
+        part.normal_(std=0.1)
+    table = torch.tensor([[0, pages - 1, 59_000], [pages - 2, 30_000, 7]], device="cuda", dtype=torch.int32)
+    lengths = torch.tensor([192, 150], device="cuda", dtype=torch.int32)
+    small, near = cache[table.long().flatten()], torch.arange(6, device="cuda").view(2, 3)
+    for heads in (16, 128):
+        q = queries(2, 1, heads)
+        out, lse = decode_mla(q, cache, cache_seqlens=lengths, block_table=table, scale=0.05, d_v=512)
+        want = decode.decode_mla(
+            q.double(), small.double(), cache_seqlens=lengths, block_table=near, scale=0.05, d_v=512
+        )
+        check_close(out, want[0])
+        check_lse(lse, want[1])
+
+
+def run_dense(
+    q: Tensor, kv: Tensor, *, d_v: int = 512, scale: float | None = None, **options: Tensor
+) -> None:
+    from mla_convert.runtime.kernels.dense_mla import dense_mla
+
+    scale = 1.3 * q.shape[-1] ** -0.5 if scale is None else scale
+    tokens, heads = q.shape[:2]
+    poison(((tokens * heads, d_v), q.dtype), ((tokens * heads,), torch.float32))
+    out, lse = dense_mla(q, kv, scale, d_v=d_v, **options)
+    assert out.shape == (tokens, heads, d_v) and out.dtype == q.dtype and out.is_contiguous()
+    assert lse.shape == (tokens, heads) and lse.dtype == torch.float32
+    want, want_lse = reference.dense_mla(q.double(), kv.double(), scale, d_v=d_v, **options)
+    check_close(out, want)
+    check_lse(lse, want_lse)
+
+
+def dense_case(
+    tokens: int, heads: int, cached: int, width: int = 576, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor]:
+    return (
+        torch.randn(tokens, heads, width, device="cuda", dtype=dtype) * 10,
+        torch.randn(cached, width, device="cuda", dtype=dtype) / 10,
+    )
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(("tokens", "cached"), [(1, 1), (1, 3000), (67, 67), (300, 300), (130, 2000)])
+def test_dense_causal(tokens: int, cached: int, heads: int) -> None:
+    run_dense(*dense_case(tokens, heads, cached))
+
+
+@pytest.mark.parametrize("heads", [1, 5, 16, 64, 128])
+def test_dense_spans(heads: int) -> None:
+    q, kv = dense_case(200, heads, 900)
+    starts = torch.randint(-50, 950, (200,), device="cuda", dtype=torch.int32)
+    ends = starts + torch.randint(-100, 600, (200,), device="cuda", dtype=torch.int32)
+    ends[3], ends[100:150] = 2000, 0
+    run_dense(q, kv, starts=starts, ends=ends)
+    run_dense(q, kv, starts=starts.long(), ends=ends.long(), attn_sink=torch.randn(heads, device="cuda"))
+    kv[870:] = NAN
+    run_dense(q, kv, starts=starts, ends=ends.clamp_max(870))
+
+
+@pytest.mark.parametrize("heads", [1, 16, 64, 128])
+def test_dense_packed_sequences(heads: int) -> None:
+    counts = [1, 100, 0, 257, 64]
+    cu = torch.tensor([0, *counts]).cumsum(0).int().cuda()
+    starts, ends = causal_spans(cu, queries=sum(counts))
+    run_dense(*dense_case(sum(counts), heads, sum(counts)), starts=starts, ends=ends)
+
+
+@pytest.mark.parametrize(
+    ("heads", "rank", "rope"),
+    [
+        (16, 512, 0),
+        (64, 512, 0),
+        (16, 512, 32),
+        (64, 256, 64),
+        (8, 128, 32),
+        (64, 128, 32),
+        (8, 64, 0),
+        (12, 64, 64),
+    ],
+)
+def test_every_width(heads: int, rank: int, rope: int) -> None:
+    run_dense(*dense_case(1, heads, 1000, rank + rope), d_v=rank)
+    run_dense(*dense_case(70, heads, 100, rank + rope), d_v=rank)
+    cache, table = paged(LENGTHS, 64, rank + rope)
+    lengths = torch.tensor(LENGTHS, device="cuda", dtype=torch.int32)
+    q = queries(len(LENGTHS), 1, heads, rank + rope)
+    run_decode(q, cache, cache_seqlens=lengths, block_table=table, d_v=rank)
+
+
+@pytest.mark.parametrize(("heads", "rank", "rope"), [(4, 32, 8), (6, 48, 16), (40, 32, 8)])
+def test_small_widths_are_padded(heads: int, rank: int, rope: int) -> None:
+    run_dense(*dense_case(1, heads, 100, rank + rope), d_v=rank)
+    run_dense(*dense_case(70, heads, 100, rank + rope), d_v=rank)
+
+
+def test_float16() -> None:
+    for heads in (16, 64):
+        cache, table = paged(LENGTHS, 64, dtype=torch.float16)
+        lengths = torch.tensor(LENGTHS, device="cuda", dtype=torch.int32)
+        q = queries(len(LENGTHS), 1, heads, dtype=torch.float16)
+        run_decode(q, cache, cache_seqlens=lengths, block_table=table)
+    run_dense(*dense_case(100, 16, 150, dtype=torch.float16))
+
+
+def test_dense_queries_beyond_int32_offsets() -> None:
+    from mla_convert.runtime.kernels.dense_mla import dense_mla
+
+    tokens = 30_000  # 2.2e9 elements of q
+    q, kv = dense_case(tokens, 128, 300)
+    ends = torch.randint(0, 301, (tokens,), device="cuda", dtype=torch.int32)
+    out, lse = dense_mla(q, kv, 0.05, ends=ends, d_v=512)
+    rows = torch.tensor([0, 1, 15_000, tokens - 2, tokens - 1], device="cuda")
+    want, want_lse = reference.dense_mla(q[rows].double(), kv.double(), 0.05, ends=ends[rows], d_v=512)
+    check_close(out[rows], want)
+    check_lse(lse[rows], want_lse)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__, "-q", *(["-x"] if os.environ.get("FAIL_FAST") else [])]))
