@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from mla_convert import storage
 from mla_convert.catalogue import Catalogue
 from mla_convert.gathering import Gatherer, is_strided
 from mla_convert.plan import Copy, Dequantise, Inline, Requantise, RewrittenFile, TargetTensor, Zeros
-from mla_convert.quant import decode_scales, dequantise_rows, requantise_rows
+from mla_convert.quant import decode_scales, requantise_rows
 from mla_convert.reading import read_at
 from mla_convert.storage import OnBytes
 from mla_convert.tensors import Run, byte_runs
@@ -45,28 +46,49 @@ def fill(fd: int, file: RewrittenFile, catalogue: Catalogue, *, reflink: bool, o
     """
     storage.write_at(fd, 0, file.header)
     on_bytes(len(file.header))
-    gathered = {target.spec.name for target in file.tensors if _is_gathered(target, catalogue)}
+    made = [(target, offset) for target, offset in file.placed() if not target.is_carried]
+    gathered = {target.spec.name for target, _ in made if _is_gathered(target, catalogue)}
     shared = _move_ranges(fd, file, catalogue, gathered, reflink, on_bytes)
     with Gatherer(catalogue) as gatherer:
-        for target, offset in file.placed():
+        for target, offset in made:
             if target.spec.name in gathered:
                 for at, band in gatherer.bands(target):
                     storage.write_at(fd, offset + at, band)
                     on_bytes(len(band))
-    for target, offset in file.placed():
+    for target, offset in made:
         for piece in target.pieces:
-            if isinstance(piece, Copy) or target.spec.name in gathered:
+            if isinstance(piece, Copy | Dequantise) or target.spec.name in gathered:
                 continue
             data, row = _computed(piece, target, catalogue)
             storage.write_at(fd, offset + row * target.spec.row_nbytes, data)
             on_bytes(len(data))
+    crcs = []
+    for (target, offset), envelope in zip(file.placed(), file.envelopes, strict=False):
+        crcs.append(_crc32(fd, offset, target))
+        storage.write_at(fd, offset - len(envelope.before), envelope.before)
+        storage.write_at(fd, offset + target.spec.nbytes, envelope.closing(crcs[-1]))
+        on_bytes(len(envelope))
+    if file.directory:
+        storage.write_at(fd, file.size - file.directory.size, file.directory.closing(crcs))
+        on_bytes(file.directory.size)
     return shared
+
+
+def _crc32(fd: int, offset: int, target: TargetTensor) -> int:
+    """CRC-32 of a tensor that was just written; its bytes are still in the page cache."""
+    crc, end = 0, offset + target.spec.nbytes
+    while offset < end:
+        data = read_at(fd, min(BUFFER, end - offset), offset, target.spec.name)
+        crc = zlib.crc32(data, crc)
+        offset += len(data)
+    return crc
 
 
 def _is_gathered(target: TargetTensor, catalogue: Catalogue) -> bool:
     """True if a tensor is better made up in memory than moved range by range."""
     return any(
-        isinstance(piece, Copy) and is_strided(piece, catalogue.tensors[piece.source], target)
+        isinstance(piece, Dequantise)
+        or (isinstance(piece, Copy) and is_strided(piece, catalogue.tensors[piece.source], target))
         for piece in target.pieces
     )
 
@@ -97,11 +119,11 @@ def _move_ranges(
 
 def _ranges(file: RewrittenFile, catalogue: Catalogue, gathered: Collection[str]) -> Iterator[_Range]:
     for target, offset in file.placed():
-        if target.spec.name in gathered:
-            continue
-        whole = catalogue.tensors.get(target.spec.name)
-        if target.is_carried and whole and whole.spec == target.spec:
+        if target.is_carried:
+            whole = catalogue.tensors[target.spec.name]
             yield _Range(whole.file, Run(whole.start, offset, whole.stop - whole.start))
+            continue
+        if target.spec.name in gathered:
             continue
         for piece in target.pieces:
             if not isinstance(piece, Copy):
@@ -134,7 +156,7 @@ def _merged(ranges: Iterator[_Range]) -> Iterator[_Range]:
 
 
 def _computed(
-    piece: Dequantise | Requantise | Inline | Zeros, target: TargetTensor, catalogue: Catalogue
+    piece: Requantise | Inline | Zeros, target: TargetTensor, catalogue: Catalogue
 ) -> tuple[bytes, int]:
     """The bytes of one computed piece and the row they start at."""
     if isinstance(piece, Inline):
@@ -142,14 +164,9 @@ def _computed(
     if isinstance(piece, Zeros):
         return bytes(piece.count * target.spec.row_nbytes), piece.at
     columns = target.spec.shape[1]
-    codes = memoryview(read_rows(catalogue, piece.source, piece.row, piece.count))
-    if isinstance(piece, Dequantise):
-        scale = catalogue.tensors[piece.scale].spec
-        stored = read_rows(catalogue, piece.scale, piece.scale_row if scale.numel > 1 else 0, 1)
-        scales = decode_scales(stored, scale.dtype)
-        return bytes(dequantise_rows(codes, columns, scales, piece.block_columns)), piece.at
+    values = memoryview(read_rows(catalogue, piece.source, piece.row, piece.count))
     scales = decode_scales(piece.scales, piece.scale_dtype)
-    return bytes(requantise_rows(codes, columns, scales, piece.block_columns, target.spec.name)), piece.at
+    return bytes(requantise_rows(values, columns, scales, piece.block_columns, target.spec.name)), piece.at
 
 
 # Reading

@@ -141,7 +141,30 @@ NATIVE = Dialect(
     ),
 )
 
-DIALECTS = (HUGGINGFACE, NATIVE)
+#: Megatron. A norm may also be a field of the projection behind it: ``linear_kv_up_proj.layer_norm_weight``.
+MEGATRON = Dialect(
+    "megatron",
+    MappingProxyType(
+        {
+            Part.KV_B: ("linear_kv_up_proj",),
+            Part.K_B: ("linear_k_up_proj",),
+            Part.V_B: ("linear_v_up_proj",),
+            Part.Q: ("linear_q_proj",),
+            Part.Q_A: ("linear_q_down_proj",),
+            Part.Q_A_NORM: ("q_layernorm",),
+            Part.Q_B: ("linear_q_up_proj",),
+            Part.KV_A: ("linear_kv_down_proj",),
+            Part.KV_A_NORM: ("kv_layernorm",),
+            Part.O: ("linear_proj",),
+            Part.INDEX_Q: ("core_attention.indexer.linear_wq_b",),
+            Part.INDEX_K: ("core_attention.indexer.linear_wk",),
+            Part.INDEX_K_NORM: ("core_attention.indexer.k_norm",),
+            Part.INDEX_WEIGHTS: ("core_attention.indexer.linear_weights_proj",),
+        }
+    ),
+)
+
+DIALECTS = (HUGGINGFACE, NATIVE, MEGATRON)
 
 #: The parts that split and combine move; a block exists where one of these does.
 UP_PROJECTIONS = (Part.KV_B, Part.K_B, Part.V_B)

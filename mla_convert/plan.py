@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from mla_convert.catalogue import Catalogue
-from mla_convert.formats.safetensors import data_offsets
+from mla_convert.formats.torch_archive import Directory
+from mla_convert.formats.torch_save_writing import Envelope
 from mla_convert.tensors import Box, TensorSpec
 
 #: Raised whenever the same inputs would lead to other bytes than before, so that old journals are not resumed.
@@ -37,20 +38,24 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Dequantise:
-    """``count`` rows of FP8 codes times one row of scales, as BF16 rows from ``at``."""
+    """``box`` of a source's FP8 codes times its scales, as BF16 at index ``at`` of the target.
+
+    The box lies in one row of scale blocks. Its first column lies ``skip`` columns into the block whose scale stands
+    at ``scale_at`` (row, column); the scales of the blocks to its right follow in that row.
+    """
 
     source: str
     scale: str
-    row: int
-    count: int
-    at: int
-    scale_row: int
+    box: Box
+    at: tuple[int, int]
+    scale_at: tuple[int, int]
     block_columns: int
+    skip: int = 0
 
     def describe(self) -> list[Any]:
         """Canonical form for the plan's hash and for ``--json``."""
-        rows = [self.row, self.count, self.at, self.scale_row]
-        return ["dequantise", self.source, self.scale, *rows, self.block_columns]
+        places = [[list(extent) for extent in self.box], list(self.at), list(self.scale_at)]
+        return ["dequantise", self.source, self.scale, *places, self.block_columns, self.skip]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +104,24 @@ Piece = Copy | Dequantise | Requantise | Inline | Zeros
 
 @dataclass(frozen=True, slots=True)
 class TargetTensor:
-    """One tensor of the output and what it is made of. ``sha256`` is what its bytes must hash to, if known."""
+    """One tensor of the output and what it is made of.
+
+    Attributes:
+        spec: Its name, dtype and shape.
+        pieces: What it is made of.
+        sha256: What its bytes must hash to, if known.
+        is_carried: It is one source tensor under its own name, whole; made by :meth:`carried`.
+    """
 
     spec: TensorSpec
     pieces: tuple[Piece, ...]
     sha256: str | None = None
+    is_carried: bool = False
 
-    @property
-    def is_carried(self) -> bool:
-        """True if it is one source tensor under its own name, whole."""
-        if len(self.pieces) != 1:
-            return False
-        piece, spec = self.pieces[0], self.spec
-        return (
-            isinstance(piece, Copy)
-            and piece.source == spec.name
-            and piece.box == spec.full_box()
-            and not any(piece.at)
-        )
+    @classmethod
+    def carried(cls, spec: TensorSpec) -> TargetTensor:
+        """The source's tensor of that name, dtype and shape."""
+        return cls(spec, (whole(spec),), None, True)
 
     def describe(self) -> dict[str, Any]:
         """Canonical form; a tensor that is carried over whole needs no pieces."""
@@ -137,23 +142,36 @@ def whole(spec: TensorSpec) -> Copy:
 
 @dataclass(frozen=True, slots=True)
 class RewrittenFile:
-    """A weight file with a new header. Its tensors are in data order."""
+    """A weight file with a new header, or with an envelope around each tensor. Its tensors are in data order.
+
+    Where all envelopes are parts of one archive, ``header`` is its beginning and ``directory`` its end.
+    """
 
     name: str
     header: bytes
     tensors: tuple[TargetTensor, ...]
+    envelopes: tuple[Envelope, ...] = ()
+    directory: Directory | None = None
     size: int = field(init=False)
 
     def __post_init__(self) -> None:
         """Work out the size, in bytes, once: a shard may hold thousands of tensors."""
         size = len(self.header) + sum(target.spec.nbytes for target in self.tensors)
+        size += sum(len(envelope) for envelope in self.envelopes)
+        size += self.directory.size if self.directory else 0
         object.__setattr__(self, "size", size)
 
     def placed(self) -> Iterator[tuple[TargetTensor, int]]:
         """Every tensor with its absolute offset in the file."""
-        stored = data_offsets([target.spec for target in self.tensors], len(self.header))
-        for target, place in zip(self.tensors, stored, strict=True):
-            yield target, place.start
+        at = len(self.header)
+        if self.envelopes:
+            for target, envelope in zip(self.tensors, self.envelopes, strict=True):
+                yield target, at + len(envelope.before)
+                at += len(envelope) + target.spec.nbytes
+            return
+        for target in self.tensors:
+            yield target, at
+            at += target.spec.nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,12 @@ from mla_convert.formats.huggingface import (
     read_catalogue,
     read_config,
 )
+from mla_convert.formats.torch_dist import is_torch_dist, open_torch_dist
+from mla_convert.formats.torch_legacy import is_torch, open_torch
 from mla_convert.geometry import quantization_config
+from mla_convert.megatron.eras import IndexerRows
+from mla_convert.megatron.legacy_reading import read_torch_source
+from mla_convert.megatron.reading import MegatronSource, read_dist_source
 from mla_convert.merging import Merger, ShardingMark
 from mla_convert.names import Naming
 from mla_convert.plan import Copy, EqualTensors, Replicas, whole
@@ -38,6 +43,13 @@ class Format(StrEnum):
 
     HUGGINGFACE = "huggingface"
     DEEPSEEK = "deepseek"
+    TORCH_DIST = "torch_dist"  # Megatron's, by the names of its --ckpt-format
+    TORCH = "torch"
+
+    @property
+    def is_megatron(self) -> bool:
+        """True for the two formats of Megatron."""
+        return self in (Format.TORCH_DIST, Format.TORCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +67,7 @@ class Whole:
         mark: What the configuration notes about its sharding.
         replicas: Tensors that every rank holds, which must be the same on all.
         guards: What else must hold for ``made_of`` to lose nothing.
+        megatron: The same in Megatron's terms, if it is one of its checkpoints.
     """
 
     source: Catalogue
@@ -67,6 +80,7 @@ class Whole:
     mark: ShardingMark
     replicas: tuple[Replicas, ...] = ()
     guards: tuple[EqualTensors, ...] = ()
+    megatron: MegatronSource | None = None
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -79,13 +93,19 @@ class Whole:
         return config_block(quantization_config(self.config))
 
 
-def open_whole(path: Path) -> Whole:
+def open_whole(path: Path, indexer_from: IndexerRows | None = None) -> Whole:
     """Read the inventory of a checkpoint in any format.
+
+    Args:
+        path: Where it lies.
+        indexer_from: The order of a Megatron checkpoint's indexer rows, where it does not tell.
 
     Raises:
         MlaConvertError: As :func:`open_checkpoint` does; BadInputError also if ranks are missing or contradict each
             other.
     """
+    if is_megatron(path):
+        return _of_megatron(path, indexer_from)
     folder = folder_of(path)
     return read_whole(folder) if folder else _unsharded(open_checkpoint(path))
 
@@ -115,6 +135,32 @@ def _unsharded(catalogue: Catalogue) -> Whole:
         experts=None,
         mark=ShardingMark(stem=_stem(Naming.of(catalogue.tensors))),
     )
+
+
+def _of_megatron(path: Path, indexer_from: IndexerRows | None) -> Whole:
+    is_legacy = is_torch(path)
+    if is_legacy:
+        found = read_torch_source(open_torch(path), indexer_from)
+    else:
+        found = read_dist_source(open_torch_dist(path), indexer_from)
+    return Whole(
+        source=found.weights.source,
+        logical=found.logical,
+        made_of=found.made_of,
+        homes={},
+        format=Format.TORCH if is_legacy else Format.TORCH_DIST,
+        ranks=found.ranks,
+        experts=None,
+        mark=found.mark,
+        replicas=tuple(found.weights.replicas),
+        guards=tuple(found.weights.guards),
+        megatron=found,
+    )
+
+
+def is_megatron(path: Path) -> bool:
+    """True for a checkpoint in one of Megatron's formats."""
+    return is_torch(path) or is_torch_dist(path)
 
 
 def _stem(naming: Naming) -> str:

@@ -19,12 +19,14 @@ from mla_convert.errors import BadInputError, CannotError, UsageError
 from mla_convert.formats.deepseek import parse_rank_file
 from mla_convert.formats.safetensors import read_open_header
 from mla_convert.names import parse_up_projection
-from mla_convert.storage import identify, os_errors
+from mla_convert.storage import identify, os_errors, prefetch
 from mla_convert.strict_json import MAX_BYTES, open_regular, parse_json, read_up_to
 
 MANIFEST_NAME = "mla-convert.json"
 INDEX_SUFFIX = ".safetensors.index.json"
 CONFIG_NAMES = ("config.json", "params.json")
+#: Bytes that hold most headers.
+_HEADER_LENGTH = 256 << 10
 _SHARD = re.compile(r"(.*?)(\d+)-of-(\d+)\.safetensors")
 _RANK_FOLDER = re.compile(r"rank(\d+)-of-(\d+)")
 _MEGATRON = re.compile(r"\.metadata$|latest_checkpointed_iteration\.txt$|mp_rank_\d|iter_\d|.*\.distcp$")
@@ -64,6 +66,11 @@ class Folder:
     def holds_folder(self, name: str) -> bool:
         """True if there is a folder of that name in this one."""
         return (self.root / name).is_dir()
+
+    def announce(self, names: Sequence[str]) -> None:
+        """Let the system fetch the headers of weight files that are about to be read, all at once."""
+        for name in names:
+            prefetch(self.root / name, _HEADER_LENGTH)
 
     def weights(self, name: str) -> SourceFile:
         """A weight file, with its header."""
@@ -143,6 +150,7 @@ def read_catalogue(folder: Folder) -> Catalogue:
     weights, warnings = _indexed(folder, names, index) if index else (names, [])
     if not index:
         _require_whole_series(folder, names)
+    folder.announce(weights)
     files = {name: folder.weights(name) for name in sorted(weights)}
     tensors = _tensors(files, index)
     if index:
@@ -215,7 +223,11 @@ def _weight_names(folder: Folder) -> list[str]:
     if names:
         return names
     if any(_MEGATRON.match(name) for name in entries):
-        raise CannotError(f"{folder} looks like a Megatron checkpoint, which this version does not read")
+        raise CannotError(
+            f"{folder} looks like a Megatron checkpoint, not a Hugging Face one",
+            hint="verify and push need `mla-convert reshard --to huggingface` first; other commands take its save "
+            "folder or one iteration",
+        )
     for suffix, what in ((".bin", "PyTorch pickle"), (".pt", "PyTorch pickle"), (".gguf", "GGUF")):
         if any(name.endswith(suffix) for name in entries):
             raise CannotError(

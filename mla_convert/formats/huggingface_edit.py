@@ -17,6 +17,7 @@ MARK = "mla_convert"
 MODULE_BLOCKS = "module_weight_block_size"
 #: Lists of modules that a quantised checkpoint leaves alone, as different producers call them.
 _SKIP_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "exclude")
+_QUANTIZATION = ("quantization_config", "compression_config")
 #: The one of them that a quantisation method reads, where it is not the first.
 _SKIP_LIST_OF = {"compressed-tensors": "ignore", "modelopt": "exclude_modules", "quark": "exclude"}
 
@@ -117,6 +118,13 @@ def skip_modules(config: dict[str, Any], modules: Sequence[str]) -> None:
         quantization[key] = _unique([*(quantization.get(key) or []), *modules])
 
 
+def drop_quantization(config: dict[str, Any]) -> None:
+    """Take the statement that weights are quantised away, where none is any more. Edits ``config`` in place."""
+    for level in _levels(config):
+        for key in _QUANTIZATION:
+            level.pop(key, None)
+
+
 def set_module_blocks(config: dict[str, Any], blocks: Mapping[str, tuple[int, int]]) -> None:
     """State the block size of modules that differ from the rest; an empty mapping removes the statement."""
     for quantization in _quantization_blocks(config):
@@ -126,11 +134,14 @@ def set_module_blocks(config: dict[str, Any], blocks: Mapping[str, tuple[int, in
 
 
 def _quantization_blocks(config: dict[str, Any]) -> Iterable[dict[str, Any]]:
-    levels = [config, *(value for value in config.values() if isinstance(value, dict))]
-    for level in levels:
-        for key in ("quantization_config", "compression_config"):
+    for level in _levels(config):
+        for key in _QUANTIZATION:
             if isinstance(level.get(key), dict):
                 yield level[key]
+
+
+def _levels(config: dict[str, Any]) -> list[dict[str, Any]]:
+    return [config, *(value for value in config.values() if isinstance(value, dict))]
 
 
 def without_skip_lists(config: dict[str, Any]) -> dict[str, Any]:

@@ -177,16 +177,6 @@ def build_header(
     return length.to_bytes(_LENGTH_BYTES, "little") + text + b" " * padding
 
 
-def data_offsets(specs: Sequence[TensorSpec], data_start: int) -> tuple[StoredTensor, ...]:
-    """Place ``specs`` one after the other, the first at ``data_start``."""
-    tensors = []
-    for spec in specs:
-        stop = data_start + spec.nbytes
-        tensors.append(StoredTensor(spec, data_start, stop))
-        data_start = stop
-    return tuple(tensors)
-
-
 def _json_length(raw: bytes, file_size: int, where: str) -> int:
     """The length N at the head of ``raw``, checked before anything of that size is read."""
     if len(raw) < _LENGTH_BYTES:
