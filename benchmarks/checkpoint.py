@@ -8,6 +8,7 @@ in another shard than its weight; the MTP layer; the index, whose ``total_size``
 hidden size, ranks, heads and vocabulary, each by the same factor, so that the KV up-projections keep their share of
 the bytes. Below 256 MB there are also fewer experts, and with ``--experts`` at any size: a small checkpoint with all
 256 has as many tensors as the model in a hundredth of its bytes, one with 8 has tensors of about the model's size.
+With ``--ranks`` heads, widths and vocabulary divide by that number into whole scale blocks, as the model's do.
 
 The bytes are pseudo-random and the same each time: windows into one random block for each dtype, so that writing
 is as fast as the disk and memory stays small.
@@ -74,16 +75,21 @@ class Dims:
     experts: int
 
     @classmethod
-    def scaled(cls, factor: float, experts: int) -> Dims:
-        """Dimensions for one factor. The KV rank stays a power of two, and heads make up for the rounding."""
+    def scaled(cls, factor: float, experts: int, ranks: int = 1) -> Dims:
+        """Dimensions for one factor. The KV rank stays a power of two, and heads make up for the rounding.
 
-        def width(full: float) -> int:
-            return max(8, round(full * factor / 2) * 2)
+        Over more than one of ``ranks`` they divide into whole heads and whole scale blocks.
+        """
 
+        def width(full: float, step: int = 2) -> int:
+            return max(8, step, round(full * factor / step) * step)
+
+        step, pair = (SCALE_BLOCK * ranks, 2 * ranks) if ranks > 1 else (2, 1)
         kv_rank = 2 ** max(2, round(log2(512 * factor)))
-        heads = max(2, round(128 * 512 * factor**2 / kv_rank))
-        vocabulary = width(129280 * min(experts, EXPERTS) / EXPERTS)
-        return cls(width(7168), width(18432), width(2048), width(1536), kv_rank, heads, vocabulary, experts)
+        heads = max(2, pair, round(128 * 512 * factor**2 / kv_rank / pair) * pair)
+        vocabulary = width(129280 * min(experts, EXPERTS) / EXPERTS, 2 * ranks)
+        widths = width(7168), width(18432, step), width(2048, step), width(1536)
+        return cls(*widths, kv_rank, heads, vocabulary, experts)
 
 
 def parse_size(text: str) -> int:
@@ -156,15 +162,16 @@ def _layer(layer: int, dims: Dims) -> Iterator[Tensor]:
         yield plain("shared_head.head.weight", dims.vocabulary, hidden)
 
 
-def fit(size: int, experts: int | None = None) -> Dims:
+def fit(size: int, experts: int | None = None, ranks: int = 1) -> Dims:
     """The largest dimensions whose weights are within ``size`` bytes, with all experts a layer or with fewer."""
     if experts is None:
         experts = min(EXPERTS, max(8, EXPERTS * size // 256_000_000))
     low, high = 1e-4, 4.0
     for _ in range(30):
         middle = (low + high) / 2
-        low, high = (middle, high) if weight_bytes(Dims.scaled(middle, experts)) <= size else (low, middle)
-    return Dims.scaled(low, experts)
+        fits = weight_bytes(Dims.scaled(middle, experts, ranks)) <= size
+        low, high = (middle, high) if fits else (low, middle)
+    return Dims.scaled(low, experts, ranks)
 
 
 def weight_bytes(dims: Dims) -> int:
@@ -257,7 +264,7 @@ def header(tensors: Sequence[Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write(directory: Path, size: int, experts: int | None = None) -> dict[str, int]:
+def write(directory: Path, size: int, experts: int | None = None, ranks: int = 1) -> dict[str, int]:
     """Write a checkpoint of about ``size`` bytes into ``directory``, which must be new or empty.
 
     Returns:
@@ -268,7 +275,7 @@ def write(directory: Path, size: int, experts: int | None = None) -> dict[str, i
     """
     if directory.exists() and any(directory.iterdir()):
         raise ValueError(f"{directory} is not empty")
-    dims = fit(size, experts)
+    dims = fit(size, experts, ranks)
     plan = shards(dims)
     directory.mkdir(parents=True, exist_ok=True)
     source = Bytes(max(tensor.nbytes for shard in plan for tensor in shard))
@@ -376,11 +383,12 @@ def main() -> None:
         "--size", type=size_argument, default="8GB", help="bytes of weights, such as 8GB (default)"
     )
     parser.add_argument("--experts", type=int, help="experts a layer; default 256, as in the model")
+    parser.add_argument("--ranks", type=int, default=1, help="let dimensions divide by this number of ranks")
     parser.add_argument("--json", action="store_true", help="print the counts as JSON")
     options = parser.parse_args()
     started = time.perf_counter()
     try:
-        counts = write(options.out, options.size, options.experts)
+        counts = write(options.out, options.size, options.experts, options.ranks)
     except ValueError as error:
         parser.error(str(error))
     seconds = time.perf_counter() - started

@@ -131,6 +131,8 @@ def run(
                 outcome.checkpoint = _make(root / "model", size, experts)
                 _measure_reflink(root, rounds, outcome)
         except _SkippedError as reason:
+            if only == "reflink":
+                raise BenchmarkError(f"nothing to measure: {reason}") from None
             outcome.skipped = str(reason)
     outcome.load = (load, os.getloadavg()[0])
     return outcome

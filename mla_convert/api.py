@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from mla_convert import storage
 from mla_convert.catalogue import Catalogue, OtherFile, SourceFile
 from mla_convert.combining import CombineOptions, plan_combine
 from mla_convert.engine import RunOptions, RunReport, run_plan
-from mla_convert.errors import BadInputError, UsageError
+from mla_convert.errors import BadInputError, CannotError, LocalIOError, UsageError
 from mla_convert.formats.huggingface import (
     INDEX_SUFFIX,
     MANIFEST_NAME,
@@ -23,12 +23,22 @@ from mla_convert.formats.huggingface import (
     open_checkpoint,
     read_catalogue,
 )
-from mla_convert.geometry import AttentionBlock, find_blocks
+from mla_convert.formats.torch_dist import is_torch_dist, open_torch_dist
+from mla_convert.formats.torch_legacy import is_torch
+from mla_convert.geometry import AttentionBlock, Layout, find_blocks
 from mla_convert.hub_source import HubCheckpoint, HubId, cache_folder, hub_id
 from mla_convert.inspection import describe_group, group_blocks, inspect_document
 from mla_convert.manifest import read_manifest
+from mla_convert.meeting import all_ranks, one_report
+from mla_convert.megatron.changes import MegatronOptions
+from mla_convert.megatron.conversion import plan_in_place
+from mla_convert.megatron.eras import IndexerRows
+from mla_convert.megatron.inspecting import megatron_document
+from mla_convert.megatron.model import MegatronModel, read_model
+from mla_convert.megatron.planning import plan_megatron_combine, plan_megatron_split, plan_migrate
 from mla_convert.plan import Plan
 from mla_convert.progress import Progress, SilentProgress
+from mla_convert.ranks import Ranks
 from mla_convert.resharding import plan_reshard
 from mla_convert.sharding import ReshardOptions
 from mla_convert.splitting import SplitOptions, plan_split
@@ -101,6 +111,8 @@ def default_output(source: Path, suffix: str) -> Path:
         UsageError: ``PATH`` lies in the Hub's cache, where only the Hub's own library should write.
     """
     name = Path(os.path.abspath(source))  # noqa: PTH100 - links keep their own names
+    if name.name.endswith(INDEX_SUFFIX):
+        name = name.parent  # an index stands for its folder
     if any(part.startswith("models--") for part in name.parts):
         raise UsageError(
             f"{source} lies in the Hub's cache, where no output should be", hint="choose an output with -o"
@@ -121,7 +133,12 @@ def inspect(
     Raises:
         MlaConvertError: As :func:`open_checkpoint` and :func:`find_blocks` do; HubError besides.
     """
-    whole = _Source.of(source, progress or SilentProgress()).whole()
+    opened = _Source.of(source, progress or SilentProgress())
+    model = opened.megatron()
+    if model is not None:
+        blocks = find_blocks(model.logical, trust_shapes=trust_shapes)
+        return model.logical, megatron_document(model, blocks)
+    whole = opened.whole()
     return whole.logical, inspect_document(whole, find_blocks(whole.logical, trust_shapes=trust_shapes))
 
 
@@ -130,6 +147,7 @@ def split(
     output: Path | None = None,
     options: SplitOptions | None = None,
     *,
+    megatron: MegatronOptions | None = None,
     run: RunOptions | None = None,
     progress: Progress | None = None,
     dry_run: bool = False,
@@ -138,9 +156,11 @@ def split(
 
     Args:
         source: A Hugging Face checkpoint folder, one ``.safetensors`` file, or ``hf://org/name[@revision]``, which
-            is downloaded into the Hub's cache first.
+            is downloaded into the Hub's cache first; or a checkpoint of Megatron, as its save folder or as the folder
+            of one iteration.
         output: The new folder; ``SOURCE-split`` if None, for the Hub's ``./NAME-split``.
         options: What to do.
+        megatron: What else to do, for torch_dist alone.
         run: How to do it.
         progress: Who is told about progress.
         dry_run: Plan only; nothing is written.
@@ -151,6 +171,12 @@ def split(
     options = options or SplitOptions()
 
     def plan(source: _Source) -> tuple[Plan, Catalogue]:
+        model = source.megatron()
+        if model is not None:
+            return _megatron_split(model, options, megatron), model.logical
+        if is_torch(source.path):
+            return _older_megatron(source, Layout.SPLIT, megatron, options.trust_shapes)
+        _require_torch_dist(source.path, megatron)
         catalogue = source.catalogue()
         return plan_split(catalogue, options), catalogue
 
@@ -162,6 +188,7 @@ def combine(
     output: Path | None = None,
     options: CombineOptions | None = None,
     *,
+    megatron: MegatronOptions | None = None,
     run: RunOptions | None = None,
     progress: Progress | None = None,
     dry_run: bool = False,
@@ -174,11 +201,44 @@ def combine(
     options = options or CombineOptions()
 
     def plan(source: _Source) -> tuple[Plan, Catalogue]:
+        model = source.megatron()
+        if model is not None:
+            return _megatron_combine(model, options, megatron), model.logical
+        if is_torch(source.path):
+            return _older_megatron(source, Layout.COMBINED, megatron, options.trust_shapes)
+        _require_torch_dist(source.path, megatron)
         catalogue = source.catalogue()
         manifest = None if options.ignore_manifest else read_manifest(catalogue.root)
         return plan_combine(catalogue, manifest, options), catalogue
 
     return _convert(source, output, "-combined", plan, run, progress, dry_run, options.trust_shapes)
+
+
+def migrate(
+    source: str | Path,
+    output: Path | None = None,
+    options: MegatronOptions | None = None,
+    *,
+    trust_shapes: bool = False,
+    run: RunOptions | None = None,
+    progress: Progress | None = None,
+    dry_run: bool = False,
+) -> Conversion:
+    """Take a torch_dist checkpoint from one Megatron release's conventions to another's, into ``output``.
+
+    ``output`` is ``SOURCE-migrated`` if None. Other arguments and errors are those of :func:`split`.
+    """
+    wanted = options or MegatronOptions()
+
+    def plan(source: _Source) -> tuple[Plan, Catalogue]:
+        model = source.megatron()
+        if model is None:
+            raise CannotError(
+                f"{source.path} is no torch_dist checkpoint of Megatron, and no other format changed its conventions"
+            )
+        return plan_migrate(model, wanted, trust_shapes=trust_shapes), model.logical
+
+    return _convert(source, output, "-migrated", plan, run, progress, dry_run, trust_shapes)
 
 
 def reshard(
@@ -190,17 +250,68 @@ def reshard(
     progress: Progress | None = None,
     dry_run: bool = False,
 ) -> Conversion:
-    """Deal ``source`` out to tensor-parallel ranks, or put its ranks together, into ``output`` (``SOURCE-tpN``).
+    """Deal ``source`` out to tensor-parallel ranks, put its ranks together, or take it to another format.
 
-    Without options, it becomes one Hugging Face checkpoint. Arguments and errors are those of :func:`split`.
+    ``output`` is ``SOURCE-tpN`` if None, or ``SOURCE-FORMAT`` for a change of format on one rank. Without options, it
+    becomes one Hugging Face checkpoint. Arguments and errors are those of :func:`split`.
     """
     options = options or ReshardOptions(1, to=Format.HUGGINGFACE)
 
     def plan(source: _Source) -> tuple[Plan, Catalogue]:
-        whole = source.whole()
+        whole = source.whole(options.indexer_from)
         return plan_reshard(whole, options), whole.logical
 
-    return _convert(source, output, f"-tp{options.tp}", plan, run, progress, dry_run, options.trust_shapes)
+    suffix = f"-{options.to}" if options.to and options.to.is_megatron else ""
+    suffix += f"-tp{options.tp}" if options.tp > 1 or not suffix else ""
+    return _convert(source, output, suffix, plan, run, progress, dry_run, options.trust_shapes)
+
+
+def _older_megatron(
+    source: _Source, layout: Layout, megatron: MegatronOptions | None, trust_shapes: bool
+) -> tuple[Plan, Catalogue]:
+    """The plan to split or combine a checkpoint in Megatron's older format, rank by rank."""
+    asked = megatron or MegatronOptions()
+    if asked != MegatronOptions(drop_optimizer=asked.drop_optimizer, indexer_from=asked.indexer_from):
+        raise UsageError(
+            f"--norms, --indexer and --drop-fp8-state are for torch_dist; {source.path} is in Megatron's older format",
+            hint="`mla-convert reshard --to torch_dist` makes one of it",
+        )
+    whole = source.whole(asked.indexer_from)
+    options = ReshardOptions(
+        whole.ranks, layout=layout, trust_shapes=trust_shapes, drop_optimizer=asked.drop_optimizer
+    )
+    return plan_in_place(whole, options), whole.logical
+
+
+def _megatron_split(model: MegatronModel, options: SplitOptions, megatron: MegatronOptions | None) -> Plan:
+    if options.dequantize:
+        raise CannotError("--dequantize: a torch_dist checkpoint has no quantised weights")
+    return plan_megatron_split(
+        model,
+        megatron or MegatronOptions(),
+        keep_combined=options.keep_combined,
+        trust_shapes=options.trust_shapes,
+    )
+
+
+def _megatron_combine(
+    model: MegatronModel, options: CombineOptions, megatron: MegatronOptions | None
+) -> Plan:
+    return plan_megatron_combine(
+        model,
+        None if options.ignore_manifest else read_manifest(model.source.root),
+        megatron or MegatronOptions(),
+        ignore_manifest=options.ignore_manifest,
+        trust_shapes=options.trust_shapes,
+    )
+
+
+def _require_torch_dist(path: Path, megatron: MegatronOptions | None) -> None:
+    if megatron not in (None, MegatronOptions()):
+        raise UsageError(
+            f"--norms, --indexer, --drop-optimizer and --drop-fp8-state are for torch_dist checkpoints of Megatron, "
+            f"and {path} is none"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,9 +335,17 @@ class _Source:
         _check_names(found)
         return found
 
-    def whole(self) -> Whole:
+    def megatron(self) -> MegatronModel | None:
+        """The inventory of a torch_dist checkpoint; None if it is of another format."""
+        if self.hub or is_torch(self.path) or not is_torch_dist(self.path):
+            return None
+        found = read_model(open_torch_dist(self.path))
+        _check_names(found.logical)
+        return found
+
+    def whole(self, indexer_from: IndexerRows | None = None) -> Whole:
         """The inventory of a checkpoint in any format."""
-        found = self._read(read_whole, open_whole)
+        found = self._read(read_whole, lambda path: open_whole(path, indexer_from))
         _check_names(found.source)
         return found
 
@@ -245,32 +364,66 @@ def _convert(
     trust_shapes: bool,
 ) -> Conversion:
     run, progress = run or RunOptions(), progress or SilentProgress()
-    asked = hub_id(source)
-    path = _local_source(Path(source)) if asked is None else cache_folder(asked)
-    target = output or (default_output(path, suffix) if asked is None else _default_here(asked, suffix))
-    if target.name in ("", ".."):
-        target = target.resolve()
-    check_target(path, target, overwrite=run.overwrite)
-    opened = _Source.of(source, progress)
+    with ExitStack() as stack:
+        if run.together:
+            stack.enter_context(one_report())
+        asked = hub_id(source)
+        target = output or (_default_here(asked, suffix) if asked else default_output(Path(source), suffix))
+        if target.name in ("", ".."):
+            target = target.resolve()
+        ranks = Ranks()
+        if run.together and not dry_run:
+            ranks = stack.enter_context(all_ranks(target, command=run.resume_command))
+        path = cache_folder(asked) if asked else _local_source(Path(source))
+        check_target(path, target, overwrite=run.overwrite)
+        opened = _Source.of(source, progress)
 
-    def planned() -> tuple[Plan, Catalogue, tuple[AttentionBlock, ...]]:
-        with _without_collector():
-            plan, inventory = make_plan(opened)
-            return plan, inventory, find_blocks(inventory, trust_shapes=trust_shapes)
+        def planned() -> tuple[Plan, Catalogue, tuple[AttentionBlock, ...]]:
+            with _without_collector():
+                plan, inventory = make_plan(opened)
+                return plan, inventory, find_blocks(inventory, trust_shapes=trust_shapes)
 
-    plan, inventory, blocks = planned()
-    is_finished = finished_already(target, plan.digest())
-    if not is_finished and (dry_run or opened.hub):
-        check_replaceable(target, overwrite=run.overwrite)
-    if dry_run:
-        return Conversion(plan, target, blocks, inventory, None)
-    if opened.hub and not is_finished and opened.hub.missing():  # all that headers can tell is in order
-        run = replace(run, resume_command=_pinned(run.resume_command, opened.hub))
-        _check_space(opened.hub, plan, target)
-        del plan, inventory, blocks  # they take as much memory as those that follow
-        opened.hub.download(progress, run.resume_command)
         plan, inventory, blocks = planned()
-    return Conversion(plan, target, blocks, inventory, run_plan(plan, target, run, progress))
+        is_finished = finished_already(target, plan.digest())
+        if not is_finished and (dry_run or opened.hub):
+            check_replaceable(target, overwrite=run.overwrite)
+        if dry_run:
+            return Conversion(plan, target, blocks, inventory, None)
+        _require_one_plan(ranks, plan)
+        if opened.hub and ranks.tell(not is_finished and bool(opened.hub.missing())):
+            run = replace(run, resume_command=_pinned(run.resume_command, opened.hub))
+            if ranks.leads:
+                _check_space(opened.hub, plan, target)
+            del plan, inventory, blocks  # they take as much memory as those that follow
+            if ranks.leads:
+                opened.hub.download(progress, run.resume_command)
+            ranks.tell()
+            _require_downloaded(opened.hub)
+            plan, inventory, blocks = planned()
+        with _without_collector():
+            report = run_plan(plan, target, run, progress, ranks)
+        return Conversion(plan, target, blocks, inventory, report)
+
+
+def _require_one_plan(ranks: Ranks, plan: Plan) -> None:
+    """Every rank reads the same files with the same version, or nothing is begun."""
+    digests = ranks.gather(plan.digest())
+    others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise BadInputError(
+            f"rank {', '.join(map(str, others))} of {ranks.count} would do something else than rank 0",
+            hint="all ranks need the same command, the same version of this tool, and one file system with the source",
+        )
+
+
+def _require_downloaded(checkpoint: HubCheckpoint) -> None:
+    missing = checkpoint.missing()
+    if missing:
+        raise LocalIOError(
+            f"{len(missing)} files of {checkpoint.origin} that rank 0 has downloaded are not in {checkpoint.root}",
+            hint="HF_HOME has to lie on a file system that all ranks share",
+            details=missing,
+        )
 
 
 def _local_source(path: Path) -> Path:

@@ -13,16 +13,21 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from mla_convert import __version__
-from mla_convert.console import Console, guard_broken_pipe
+from mla_convert.console import Console
 from mla_convert.errors import DifferenceError, ExitCode, UsageError
 from mla_convert.options import (
     DEFAULT_WORKERS,
     Checksum,
     Color,
+    DropFp8State,
+    DropOptimizer,
     DryRun,
+    IndexerFrom,
+    IndexerWanted,
     Json,
     Link,
     Location,
+    NormsWanted,
     Output,
     Overwrite,
     Quiet,
@@ -31,11 +36,13 @@ from mla_convert.options import (
     TrustShapes,
     Verbose,
     Workers,
+    megatron_options,
     parse_layers,
     parse_location,
 )
 from mla_convert.reporting import reporting, resume_command
 from mla_convert.storage import LinkMode
+from mla_convert.streams import guard_broken_pipe
 
 if TYPE_CHECKING:
     from mla_convert.api import Conversion
@@ -105,6 +112,11 @@ def split(
             metavar="bf16",
         ),
     ] = None,
+    norms: NormsWanted = None,
+    indexer: IndexerWanted = None,
+    indexer_from: IndexerFrom = None,
+    drop_optimizer: DropOptimizer = False,
+    drop_fp8_state: DropFp8State = False,
     trust_shapes: TrustShapes = False,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
@@ -128,10 +140,15 @@ def split(
         from mla_convert.engine import RunOptions
         from mla_convert.splitting import SplitOptions
 
-        run = RunOptions(workers or DEFAULT_WORKERS, link, overwrite, restart, checksum, resume_command())
+        run = RunOptions(
+            workers or DEFAULT_WORKERS, link, overwrite, restart, checksum, resume_command(), together=True
+        )
         options = SplitOptions(keep_combined, dequantize is not None, trust_shapes)
+        megatron = megatron_options(norms, indexer, indexer_from, drop_optimizer, drop_fp8_state)
+        progress = console.progress()
         _report(
-            console, api.split(path, output, options, run=run, progress=console.progress(), dry_run=dry_run)
+            console,
+            api.split(path, output, options, megatron=megatron, run=run, progress=progress, dry_run=dry_run),
         )
 
 
@@ -142,6 +159,11 @@ def combine(
     ignore_manifest: Annotated[
         bool, typer.Option("--ignore-manifest", help="Combine by structure alone; headers may then differ.")
     ] = False,
+    norms: NormsWanted = None,
+    indexer: IndexerWanted = None,
+    indexer_from: IndexerFrom = None,
+    drop_optimizer: DropOptimizer = False,
+    drop_fp8_state: DropFp8State = False,
     trust_shapes: TrustShapes = False,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
@@ -164,24 +186,79 @@ def combine(
         from mla_convert.combining import CombineOptions
         from mla_convert.engine import RunOptions
 
-        run = RunOptions(workers or DEFAULT_WORKERS, link, overwrite, restart, checksum, resume_command())
+        run = RunOptions(
+            workers or DEFAULT_WORKERS, link, overwrite, restart, checksum, resume_command(), together=True
+        )
         options = CombineOptions(ignore_manifest, trust_shapes)
+        megatron = megatron_options(norms, indexer, indexer_from, drop_optimizer, drop_fp8_state)
+        progress = console.progress()
         _report(
-            console, api.combine(path, output, options, run=run, progress=console.progress(), dry_run=dry_run)
+            console,
+            api.combine(
+                path, output, options, megatron=megatron, run=run, progress=progress, dry_run=dry_run
+            ),
+        )
+
+
+@app.command()
+def migrate(
+    path: Source,
+    output: Output = None,
+    norms: NormsWanted = None,
+    indexer: IndexerWanted = None,
+    indexer_from: IndexerFrom = None,
+    drop_optimizer: DropOptimizer = False,
+    trust_shapes: TrustShapes = False,
+    dry_run: DryRun = False,
+    overwrite: Overwrite = False,
+    restart: Restart = False,
+    workers: Workers = None,
+    link: Link = LinkMode.AUTO,
+    checksum: Checksum = False,
+    json: Json = False,
+    quiet: Quiet = 0,
+    verbose: Verbose = 0,
+    color: Color = "auto",
+) -> None:
+    """Take a torch_dist checkpoint from one Megatron release's conventions to another's.
+
+    Moves the norms of the latents between keys, and permutes the indexer's rows, which Megatron 0.19 ordered anew
+    under the same names. Every bit stays, and migrating back gives every tensor back.
+    """
+    console = Console.create(json=json, quiet=quiet, verbose=verbose, color=color)
+    with reporting(console):
+        from mla_convert import api
+        from mla_convert.engine import RunOptions
+
+        run = RunOptions(
+            workers or DEFAULT_WORKERS, link, overwrite, restart, checksum, resume_command(), together=True
+        )
+        options = megatron_options(norms, indexer, indexer_from, drop_optimizer)
+        progress = console.progress()
+        _report(
+            console,
+            api.migrate(
+                path, output, options, trust_shapes=trust_shapes, run=run, progress=progress, dry_run=dry_run
+            ),
         )
 
 
 @app.command()
 def reshard(
     path: Source,
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks of the output.", metavar="N")],
+    tp: Annotated[
+        int | None,
+        typer.Option(
+            "--tp", min=1, help="Tensor-parallel ranks of the output; default with --to: 1.", metavar="N"
+        ),
+    ] = None,
     output: Output = None,
     to: Annotated[
-        Literal["huggingface", "deepseek"] | None,
+        Literal["huggingface", "deepseek", "torch_dist", "torch"] | None,
         typer.Option(
             "--to",
-            help="Format of the output: huggingface (one folder a rank) or deepseek (one file a rank); "
-            "default: that of PATH.",
+            help="Format of the output: huggingface (one folder a rank), deepseek (one file a rank), or Megatron's "
+            "torch_dist or torch (mp_rank_* files); default: that of PATH.",
             metavar="FORMAT",
         ),
     ] = None,
@@ -205,10 +282,33 @@ def reshard(
         bool,
         typer.Option("--reblock", help="Make FP8 scale blocks finer where a rank's border cuts through one."),
     ] = False,
+    dequantize: Annotated[
+        Literal["bf16"] | None,
+        typer.Option(
+            "--dequantize",
+            help="Store a weight as BF16 where a rank's border or the layout cuts through its FP8 scale blocks; "
+            "for Megatron, every FP8 weight.",
+            metavar="bf16",
+        ),
+    ] = None,
     pad_vocabulary: Annotated[
         bool,
-        typer.Option("--pad-vocabulary", help="Add rows of zeros to a vocabulary that does not divide by N."),
+        typer.Option(
+            "--pad-vocabulary",
+            help="Add rows of zeros to a vocabulary that does not divide by N; for Megatron, by 128 times N.",
+        ),
     ] = False,
+    spec: Annotated[
+        Literal["te", "local"] | None,
+        typer.Option(
+            "--spec",
+            help="Megatron: the layer spec to write for, Transformer Engine's (te, the default) or its own (local); "
+            "they differ in where norms lie.",
+            metavar="te|local",
+        ),
+    ] = None,
+    indexer_from: IndexerFrom = None,
+    drop_optimizer: DropOptimizer = False,
     trust_shapes: TrustShapes = False,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
@@ -221,9 +321,9 @@ def reshard(
     verbose: Verbose = 0,
     color: Color = "auto",
 ) -> None:
-    """Deal a checkpoint out to tensor-parallel ranks, or put ranks together.
+    """Deal a checkpoint out to tensor-parallel ranks, put ranks together, or take it to another format.
 
-    Reads any number of ranks in either format and writes any other, in one pass and without changing a weight.
+    Reads any number of ranks in any format and writes any other, in one pass and without changing a weight.
     A number of ranks that would cut through a head, an expert or an FP8 scale block is refused before a weight is
     read, with the legal ones.
     """
@@ -232,19 +332,28 @@ def reshard(
         from mla_convert import api
         from mla_convert.engine import RunOptions
         from mla_convert.geometry import Layout
+        from mla_convert.megatron.translation import LayerSpec
         from mla_convert.shard import Experts
         from mla_convert.sharding import ReshardOptions
         from mla_convert.whole import Format
 
-        run = RunOptions(workers or DEFAULT_WORKERS, link, overwrite, restart, checksum, resume_command())
+        run = RunOptions(
+            workers or DEFAULT_WORKERS, link, overwrite, restart, checksum, resume_command(), together=True
+        )
+        if tp is None and to is None:
+            raise UsageError("reshard needs a number of ranks or a format", hint="--tp N, --to FORMAT")
         options = ReshardOptions(
-            tp=tp,
+            tp=tp or 1,
             to=Format(to) if to else None,
             layout=Layout(layout) if layout else None,
             experts=Experts(experts),
             reblock=reblock,
             pad_vocabulary=pad_vocabulary,
             trust_shapes=trust_shapes,
+            dequantize=dequantize is not None,
+            spec=LayerSpec(spec) if spec else None,
+            indexer_from=indexer_from,
+            drop_optimizer=drop_optimizer,
         )
         _report(
             console, api.reshard(path, output, options, run=run, progress=console.progress(), dry_run=dry_run)
@@ -253,8 +362,20 @@ def reshard(
 
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(help="A checkpoint in any format, on any ranks.", metavar="A")],
-    b: Annotated[Path, typer.Argument(help="The checkpoint to compare it with.", metavar="B")],
+    a: Annotated[
+        Location,
+        typer.Argument(
+            help="A checkpoint in any format, on any ranks; hf://org/name[@revision] too.",
+            metavar="A",
+            parser=parse_location,
+        ),
+    ],
+    b: Annotated[
+        Location,
+        typer.Argument(
+            help="The checkpoint to compare it with, named likewise.", metavar="B", parser=parse_location
+        ),
+    ],
     workers: Workers = None,
     trust_shapes: TrustShapes = False,
     json: Json = False,
@@ -313,9 +434,30 @@ def verify_command(
     tp: Annotated[
         int,
         typer.Option(
-            "--tp", min=1, help="Tensor-parallel ranks, folded on the devices there are.", metavar="N"
+            "--tp",
+            min=1,
+            help="Tensor-parallel ranks, which share the heads of each block; a checkpoint that lies on ranks has its "
+            "own.",
+            metavar="N",
         ),
     ] = 1,
+    cp: Annotated[
+        int,
+        typer.Option(
+            "--cp", min=1, help="Context-parallel ranks, which share the tokens of the sequence.", metavar="N"
+        ),
+    ] = 1,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="Compare the gradients of every weight of a block, too.")
+    ] = False,
+    launch: Annotated[
+        bool,
+        typer.Option(
+            "--launch",
+            help="Start one process a rank, each with a GPU if there are enough; default: ranks are folded on the "
+            "devices there are, unless torchrun has started this.",
+        ),
+    ] = False,
     layers: Annotated[
         str | None, typer.Option("--layers", help="Layers to run, e.g. 0,3,60-61; default: chosen by size.")
     ] = None,
@@ -364,25 +506,37 @@ def verify_command(
     """
     console = Console.create(json=json, quiet=quiet, verbose=verbose, color=color)
     with reporting(console):
+        from mla_convert.launch import run_ranks, to_launch
+
+        if launch and to_launch(tp * cp):
+            raise typer.Exit(run_ranks(sys.argv[1:], tp * cp))
+
         from mla_convert.demo import checkpoint_or_demo
         from mla_convert.render import show_verification
+        from mla_convert.verification.processes import real_ranks
         from mla_convert.verify import VerifyOptions, verify
 
         options = VerifyOptions(
             tp=tp,
+            cp=cp,
             layers=parse_layers(layers) if layers is not None else None,
             tokens=seq,
             dtype=dtype,
             backend=backend,
             device=device,
             carried=not skip_carried,
+            backward=backward,
             control=not no_control,
             record=not no_record,
             trust_shapes=trust_shapes,
             seed=seed,
         )
-        with checkpoint_or_demo(path, console.info) as (checkpoint, original):
-            report = verify(checkpoint, against or original, options, console.progress())
+        with real_ranks(options.grid, gpu=options.on_gpu) as ranks:
+            if ranks is not None and ranks.rank > 0:
+                ranks.serve()
+                return
+            with checkpoint_or_demo(path, console.info) as (checkpoint, original):
+                report = verify(checkpoint, against or original, options, console.progress(), ranks)
         console.result(
             report.document(),
             human=lambda out: show_verification(out, report),
@@ -483,8 +637,11 @@ def push_command(
 
 
 def _report(console: Console, result: Conversion) -> None:
+    from mla_convert.meeting import is_leading
     from mla_convert.render import show_conversion
 
+    if not is_leading():
+        return
     document = result.document()
     for warning in document["warnings"]:
         console.warning(warning)

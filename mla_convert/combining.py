@@ -130,9 +130,7 @@ def combined_fields(
     fields = list(up_projection_fields(block, sources[Part.K_B], k_quantisation, block_rows))
     if block.layout is Layout.BOTH:
         stored = fields_of(catalogue, block, Part.KV_B)
-        return [TargetTensor(spec, (whole(spec),)) for spec in stored.values()], _equal_layouts(
-            fields, stored
-        )
+        return [TargetTensor.carried(spec) for spec in stored.values()], _equal_layouts(fields, stored)
     targets, guards = [], []
     for field in fields:
         _require_like_halves(catalogue, field)
@@ -314,7 +312,7 @@ class _Restorer:
         if target is not None:
             return self._requantised(spec, target, sha256)
         if self.catalogue.spec(spec.name) == spec:
-            return TargetTensor(spec, (whole(spec),))
+            return TargetTensor.carried(spec)
         raise _does_not_fit(
             self.manifest, f"{spec.name} {spec.dtype} {list(spec.shape)} is not in the checkpoint"
         )

@@ -17,13 +17,14 @@ from mla_convert.errors import CannotError
 from mla_convert.filling import equal_bands, equal_tensors
 from mla_convert.gathering import Gatherer
 from mla_convert.geometry import AttentionBlock, Layout, find_blocks
+from mla_convert.hub_source import downloaded, hub_id
 from mla_convert.layouts import LaidOut, lay_out
 from mla_convert.names import Naming
 from mla_convert.plan import Replicas, TargetTensor, whole
 from mla_convert.progress import Progress, SilentProgress
 from mla_convert.quant import SCALE_FIELDS
 from mla_convert.tensors import TensorSpec
-from mla_convert.whole import Whole, open_whole
+from mla_convert.whole import Whole, open_whole, read_whole
 
 #: What each symbol means.
 SYMBOLS: Mapping[str, str] = {
@@ -48,8 +49,8 @@ class Line:
 class Comparison:
     """The outcome of ``diff``, in order of the first checkpoint, then what only the second has."""
 
-    left: Path
-    right: Path
+    left: str
+    right: str
     lines: tuple[Line, ...]
 
     @property
@@ -69,8 +70,8 @@ class Comparison:
         """What ``--json`` prints."""
         return {
             "command": "diff",
-            "a": str(self.left),
-            "b": str(self.right),
+            "a": self.left,
+            "b": self.right,
             "same": self.is_same,
             "counts": {symbol: sum(line.symbol == symbol for line in self.lines) for symbol in SYMBOLS},
             "tensors": [{"symbol": x.symbol, "name": x.name, "note": x.note or None} for x in self.lines],
@@ -86,8 +87,9 @@ class _Side:
     replicas: Mapping[str, Replicas]
 
     @classmethod
-    def open(cls, path: Path, trust_shapes: bool) -> _Side:
-        found = open_whole(path)
+    def open(cls, source: str | Path, trust_shapes: bool, progress: Progress) -> _Side:
+        asked = hub_id(source)
+        found = downloaded(asked, progress).read(read_whole, progress) if asked else open_whole(Path(source))
         blocks: tuple[AttentionBlock, ...] = ()
         if Naming.of(found.logical.tensors).blocks:
             blocks = find_blocks(found.logical, trust_shapes=trust_shapes)
@@ -123,8 +125,8 @@ def _as_target(spec: TensorSpec, key: str) -> TargetTensor:
 
 
 def compare(
-    left: Path,
-    right: Path,
+    left: str | Path,
+    right: str | Path,
     *,
     workers: int = 2,
     trust_shapes: bool = False,
@@ -132,11 +134,18 @@ def compare(
 ) -> Comparison:
     """Compare every tensor of two checkpoints.
 
+    Args:
+        left: A checkpoint in any format; ``hf://org/name[@revision]`` is downloaded into the Hub's cache.
+        right: What to compare it with, named likewise.
+        workers: Tensors compared at a time.
+        trust_shapes: Let tensor shapes win where a configuration contradicts them.
+        progress: Who is told about progress.
+
     Raises:
         MlaConvertError: One of them cannot be read.
     """
     progress = progress or SilentProgress()
-    a, b = (_Side.open(path, trust_shapes) for path in (left, right))
+    a, b = (_Side.open(source, trust_shapes, progress) for source in (left, right))
     names = [*a.laid_out.tensors, *(name for name in b.laid_out.tensors if name not in a.laid_out.tensors)]
     total = sum(target.spec.nbytes for target in a.laid_out.tensors.values())
     progress.start("diff", total, "bytes")
@@ -161,7 +170,9 @@ def compare(
     finally:
         progress.finish()
     lines = tuple(_with_fault(line, broken.pop(line.name, None)) for line in lines)
-    return Comparison(left, right, (*lines, *(Line("!", name, fault) for name, fault in broken.items())))
+    return Comparison(
+        str(left), str(right), (*lines, *(Line("!", name, fault) for name, fault in broken.items()))
+    )
 
 
 def _with_fault(line: Line, fault: str | None) -> Line:

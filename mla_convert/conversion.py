@@ -21,7 +21,6 @@ from mla_convert.plan import (
     Plan,
     RewrittenFile,
     TargetTensor,
-    whole,
 )
 from mla_convert.quant import Quantisation, Scheme
 from mla_convert.split_kv import RowMove, k_moves, scale_moves, v_moves
@@ -196,7 +195,7 @@ def _rewrite(
     for stored in file.header.tensors:
         new = replaced.get(stored.spec.name)
         if new is None or append:
-            targets.append(TargetTensor(stored.spec, (whole(stored.spec),)))
+            targets.append(TargetTensor.carried(stored.spec))
         if new is not None:
             (added if append else targets).extend(new)
     return rewritten_file(file.name, [*targets, *added], file.header.metadata, file.header.data_start)

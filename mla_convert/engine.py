@@ -1,7 +1,8 @@
 """Runs a plan: moves the bytes, safely and in bounded memory, and resumes what was interrupted.
 
 Each file is one job for a pool of threads. How a file is written is ``filling``'s business, where it grows until
-the output is complete is ``staging``'s.
+the output is complete is ``staging``'s. Several ranks share one plan: files are dealt out to them by size, and rank 0
+does what is to be done once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,12 +22,20 @@ from typing import Any, NoReturn
 
 from mla_convert import storage
 from mla_convert.catalogue import OtherFile, SourceFile
-from mla_convert.errors import BadInputError, DifferenceError, InterruptedRunError, LocalIOError
+from mla_convert.errors import (
+    BadInputError,
+    DifferenceError,
+    ExitCode,
+    InterruptedRunError,
+    LocalIOError,
+    MlaConvertError,
+)
 from mla_convert.filling import equal_tensors, fill, opened_tensor, read_rows, sha256_of_range
 from mla_convert.formats.huggingface import MANIFEST_NAME
 from mla_convert.manifest import new_manifest, pack, read_manifest, sha256_of
-from mla_convert.plan import CarriedFile, EqualRows, Plan, RewrittenFile
+from mla_convert.plan import CarriedFile, EqualRows, Plan, Replicas, RewrittenFile
 from mla_convert.progress import Progress
+from mla_convert.ranks import Ranks, deal
 from mla_convert.reading import read_at
 from mla_convert.staging import Staging
 from mla_convert.storage import LinkMode, Way
@@ -34,6 +43,8 @@ from mla_convert.strict_json import dump_json
 
 #: Files smaller than this that are no weights are copied, so that editing one cannot change the source.
 LINK_THRESHOLD = 16 << 20
+#: Files below that size are hashed unasked, the smallest first, up to this many bytes in all.
+HASHED_BYTES = 256 << 20
 #: What a file system hands out space in, as a rule.
 _BLOCK = 4096
 
@@ -49,6 +60,7 @@ class RunOptions:
         restart: Discard an unfinished run instead of resuming it.
         checksum: Read every file of the output and record its sha256.
         resume_command: What to type to go on after an interruption, for the message.
+        together: Share the plan with the other processes that torchrun or srun started, all of which make this call.
         on_step: Told of every step, from any thread: ``staged``, for each file ``written`` (rewritten ones only)
             and ``recorded``, then ``finalised`` and ``published``.
     """
@@ -60,6 +72,7 @@ class RunOptions:
     checksum: bool = False
     resume_command: str | None = None
     on_step: Callable[[str], None] | None = None
+    together: bool = False
 
 
 @dataclass(slots=True)
@@ -78,8 +91,18 @@ class _StoppedError(Exception):
     """Raised where work goes on when the run is to end."""
 
 
-def run_plan(plan: Plan, target: Path, options: RunOptions, progress: Progress) -> RunReport:
+def run_plan(
+    plan: Plan, target: Path, options: RunOptions, progress: Progress, ranks: Ranks | None = None
+) -> RunReport:
     """Carry out ``plan`` so that ``target`` exists complete, or not at all.
+
+    Args:
+        plan: What to do.
+        target: The output folder.
+        options: How to do it.
+        progress: Who is told about progress.
+        ranks: The ranks that carry it out together, all of which have the same plan; the report of rank 0 is on all
+            of them.
 
     Raises:
         InterruptedRunError: Stopped by a signal; finished files are kept for the next run.
@@ -89,16 +112,22 @@ def run_plan(plan: Plan, target: Path, options: RunOptions, progress: Progress) 
         UsageError: The target holds what may not be replaced.
         LocalIOError: The file system refused.
     """
-    report = RunReport(target)
+    report, ranks = RunReport(target), ranks or Ranks()
     started = time.monotonic()
-    with Staging(target, plan, restart=options.restart, overwrite=options.overwrite) as staging:
+    with Staging(target, plan, restart=options.restart, overwrite=options.overwrite, ranks=ranks) as staging:
         report.already_done = staging.already_done
         if not staging.locks_supported:
             report.warnings.append("the file system has no locks: make sure that no other run writes there")
-        if not staging.already_done:
-            _Run(plan, staging, options, progress, report).execute()
-        elif options.checksum:
-            _add_checksums(target)
+        try:
+            if not staging.already_done:
+                _Run(plan, staging, options, ranks.counting(progress), report, ranks).execute()
+            elif options.checksum and ranks.leads:
+                _add_checksums(target)
+        except BaseException as error:
+            if isinstance(error, MlaConvertError) and error.exit_code == ExitCode.DIFFERENT:
+                staging.abandon()
+            ranks.settle(error)  # nobody writes any more when the staging folder is left
+            raise
     report.seconds = time.monotonic() - started
     return report
 
@@ -107,10 +136,16 @@ class _Run:
     """One run of a plan. Methods that are jobs run on worker threads; everything shared is behind ``_tally``."""
 
     def __init__(
-        self, plan: Plan, staging: Staging, options: RunOptions, progress: Progress, report: RunReport
+        self,
+        plan: Plan,
+        staging: Staging,
+        options: RunOptions,
+        progress: Progress,
+        report: RunReport,
+        ranks: Ranks,
     ) -> None:
         self.plan, self.staging, self.options = plan, staging, options
-        self.progress, self.report = progress, report
+        self.progress, self.report, self.ranks = progress, report, ranks
         self._files: tuple[RewrittenFile | CarriedFile, ...] = (*plan.rewritten, *plan.carried)
         self._stop = threading.Event()
         self._tally = threading.Lock()
@@ -122,21 +157,25 @@ class _Run:
     def execute(self) -> None:
         """Guards, files, finish."""
         self._step("staged")
-        self._check_guards()
+        self.ranks.attach(self._stop, self._check_stop)
         self._way = self._best_way()
-        storage.preflight(self.staging.target.parent, self._space_needed())
-        jobs = self._jobs()
-        self.progress.start(self.plan.operation, self.plan.bytes_total, "bytes")
+        if self.ranks.leads:
+            self._check_guards()
+            storage.preflight(self.staging.target.parent, self._space_needed())
         try:
             with self._signals():
+                jobs = self._jobs(self._dealt())
+                self.progress.start(self.plan.operation, self.plan.bytes_total, "bytes")
+                self.ranks.count_all()
                 self._check_replicas()
                 self._work(jobs)
-                self._finish()
+                self._collect()
+                if self.ranks.leads:
+                    self._finish()
+                self.ranks.tell()
         except _StoppedError:
+            self.ranks.check()
             self._interrupted()
-        except DifferenceError:
-            self.staging.abandon()
-            raise
         finally:
             self.progress.finish()
 
@@ -205,7 +244,7 @@ class _Run:
             raise _StoppedError
 
     def _interrupted(self) -> NoReturn:
-        finished = sum(file.name in self._entries for file in self._files)
+        finished = self.staging.finished
         command = self.options.resume_command
         raise InterruptedRunError(
             f"stopped; {finished} of {len(self._files)} files are finished and kept",
@@ -238,6 +277,8 @@ class _Run:
 
     def _check_replicas(self) -> None:
         """What every rank holds in full must be the same on all of them, by its hash."""
+        sizes = [self._catalogue_bytes(one) for one in self.plan.replicas]
+        mine = [self.plan.replicas[index] for index in deal(sizes, self.ranks.count)[self.ranks.number]]
         found: dict[str, str] = {}
 
         def hash_one(key: str) -> None:
@@ -247,12 +288,13 @@ class _Run:
             with self._tally:
                 found[key] = digest
 
-        self._work([partial(hash_one, key) for one in self.plan.replicas for key in one.keys])
-        details = []
-        for one in self.plan.replicas:
+        self._work([partial(hash_one, key) for one in mine for key in one.keys])
+        details: list[str] = []
+        for one in mine:
             differing = [key.partition(":")[0] for key in one.keys if found[key] != found[one.keys[0]]]
             if differing:
                 details.append(f"{one.name}: rank {', '.join(differing)} differs from rank 0")
+        details = [text for each in self.ranks.gather(details) for text in each]
         if details:
             raise BadInputError(
                 f"{len(details)} of {len(self.plan.replicas)} tensors that every rank holds are not the same on all "
@@ -260,6 +302,10 @@ class _Run:
                 hint="the ranks were not saved together, or one was trained on; none of them can be chosen for you",
                 details=details,
             )
+        self.ranks.tell()
+
+    def _catalogue_bytes(self, one: Replicas) -> int:
+        return sum(self.plan.catalogue.tensors[key].spec.nbytes for key in one.keys)
 
     def _best_way(self) -> Way:
         """How weights can be shared between source and output: tried, on the smallest weight file.
@@ -269,7 +315,7 @@ class _Run:
         """
         asked = self.options.link
         smallest = min(self.plan.catalogue.files.values(), key=lambda file: file.identity.size)
-        probe = self.staging.files / f"{storage.TEMPORARY_PREFIX}probe"
+        probe = self.staging.files / f"{storage.TEMPORARY_PREFIX}probe-{self.ranks.number}"
         for mode in (LinkMode.REFLINK, LinkMode.HARD):
             if asked not in (mode, LinkMode.AUTO):
                 continue
@@ -297,10 +343,18 @@ class _Run:
 
     # Jobs
 
-    def _jobs(self) -> list[Callable[[], None]]:
-        """Everything to do, the largest first; what the journal knows as finished is only counted."""
+    def _dealt(self) -> set[int]:
+        """The files that this rank makes, by their place in the plan: rank 0 knows which are finished."""
+        left = [index for index, file in enumerate(self._files) if file.name not in self.staging.done]
+        hashed = sum(self.plan.catalogue.tensors[name].spec.nbytes for name in self.plan.hashed)
+        hands = deal([self._files[index].size for index in left], self.ranks.count, [hashed])
+        dealt: list[list[int]] = self.ranks.tell([[left[place] for place in hand] for hand in hands])
+        return set(dealt[self.ranks.number])
+
+    def _jobs(self, mine: Collection[int]) -> list[Callable[[], None]]:
+        """Everything that this rank does, the largest first; what the journal knows as finished is only counted."""
         todo: list[tuple[int, Callable[[], None]]] = []
-        for file in self._files:
+        for index, file in enumerate(self._files):
             entry = self.staging.done.get(file.name)
             if entry is not None:
                 self.report.resumed_files += 1
@@ -309,10 +363,14 @@ class _Run:
                     todo.append((file.size, partial(self._finished, file.name, entry["way"])))
                 else:
                     self._entries[file.name] = {"size": file.size, "sha256": entry["sha256"]}
+            elif index not in mine:
+                continue
             elif isinstance(file, RewrittenFile):
                 todo.append((file.size, partial(self._rewrite, file)))
             else:
                 todo.append((file.size, partial(self._carry, file)))
+        if not self.ranks.leads:
+            return [job for _, job in sorted(todo, key=lambda item: -item[0])]
         kept = set(self.plan.manifest.get("restore_tensors", ()))
         todo += [(0, partial(self._hash_tensor, name, name in kept)) for name in self.plan.hashed]
         return [job for _, job in sorted(todo, key=lambda item: -item[0])]
@@ -386,6 +444,25 @@ class _Run:
 
     # After
 
+    def _collect(self) -> None:
+        """Rank 0 learns what the others did."""
+        if not self.ranks.leads:
+            storage.sync_filesystem(self.staging.files)  # what rank 0 will flush is its own machine's
+        done = {
+            "entries": self._entries,
+            "ways": self.report.bytes_by_way,
+            "bytes": self.ranks.counted,
+        }
+        reports: list[dict[str, Any]] = self.ranks.gather(done)
+        for report in reports[1:]:
+            self._entries |= report["entries"]
+            for way, count in report["ways"].items():
+                self._count(way, count)
+        self.ranks.count_all([report["bytes"] for report in reports])
+        missing = [file.name for file in self._files if file.name not in self._entries]
+        if self.ranks.leads and missing:
+            raise ValueError(f"{len(missing)} files were made by no rank, {missing[0]} among them")
+
     def _finish(self) -> None:
         self._check_source_unchanged()
         files = self.staging.files
@@ -393,8 +470,10 @@ class _Run:
             storage.write_file_atomic(files / generated.name, generated.data)
             self._entries[generated.name] = {"size": generated.size, "sha256": sha256_of(generated.data)}
             self.progress.advance(generated.size)
-        for name, entry in self._entries.items():
-            if entry["sha256"] is None and entry["size"] < LINK_THRESHOLD:
+        budget = HASHED_BYTES
+        for name, entry in sorted(self._entries.items(), key=lambda item: (item[1]["size"], item[0])):
+            budget -= entry["size"]
+            if entry["sha256"] is None and entry["size"] < LINK_THRESHOLD and budget >= 0:
                 entry["sha256"] = self._hash_file(files / name)
         storage.write_file_atomic(files / MANIFEST_NAME, self._manifest())
         self._step("finalised")

@@ -2,7 +2,8 @@
 
 A slice of columns is one run of bytes a row, and a matrix has thousands of rows; so are a whole matrix' rows when its
 columns lie on several ranks. Rows are therefore made up in a buffer, a band of them at a time: each piece's part of
-the band is read in one go, cut up in memory, and the band is written once, in order.
+the band is read in one go, cut up in memory, and the band is written once, in order. So are FP8 codes that become
+BF16.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from dataclasses import replace
 
 from mla_convert import storage
 from mla_convert.catalogue import Catalogue, SourceTensor
-from mla_convert.plan import Copy, TargetTensor, Zeros
+from mla_convert.plan import Copy, Dequantise, TargetTensor, Zeros
+from mla_convert.quant import decode_scales, dequantise_rows
 from mla_convert.reading import read_at, read_into
-from mla_convert.tensors import DTYPE_BITS, byte_runs
+from mla_convert.tensors import DTYPE_BITS, Box, byte_runs
 
 #: Bytes of a band, and bytes read for one piece of a band, at most (but a row at least).
 BAND = 2 << 20
@@ -49,7 +51,10 @@ def is_strided(piece: Copy, source: SourceTensor, target: TargetTensor) -> bool:
 
 
 class Gatherer:
-    """Makes up tensors of copies and zeros; keeps the files that it reads open. Use it in a ``with`` statement."""
+    """Makes up tensors of copies, zeros and FP8 codes times scales; keeps the files that it reads open.
+
+    Use it in a ``with`` statement.
+    """
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
@@ -77,7 +82,11 @@ class Gatherer:
             return
         rows, row_bytes = spec.shape[0], spec.row_nbytes
         widest = max(
-            (self._catalogue.tensors[p.source].spec.row_nbytes for p in target.pieces if isinstance(p, Copy)),
+            (
+                self._catalogue.tensors[piece.source].spec.row_nbytes
+                for piece in target.pieces
+                if isinstance(piece, Copy | Dequantise)
+            ),
             default=1,
         )
         height = max(1, min(rows, BAND // max(1, row_bytes), READ // max(1, widest)))
@@ -104,14 +113,17 @@ class Gatherer:
             if first < last:
                 view[(first - row) * row_bytes : (last - row) * row_bytes] = bytes((last - first) * row_bytes)
             return
-        if not isinstance(piece, Copy):
-            raise ValueError(f"{target.spec.name} is not made of copies alone: {piece}")
+        if not isinstance(piece, Copy | Dequantise):
+            raise ValueError(f"{target.spec.name} cannot be made of {piece} here")
         (begin, end), at = piece.box[0], piece.at[0]
         first, last = max(row, at), min(stop, at + end - begin)
         if first >= last:
             return
         tensor = self._catalogue.tensors[piece.source]
         box = ((begin + first - at, begin + last - at), *piece.box[1:])
+        if isinstance(piece, Dequantise):
+            self._lay_values(piece, tensor, box, first - row, row_bytes, view)
+            return
         band = replace(target.spec, shape=(stop - row, *target.spec.shape[1:]))
         if len(box) == 2:
             self._lay_matrix(tensor, box, (first - row, piece.at[1]), band.row_nbytes, view)
@@ -121,10 +133,40 @@ class Gatherer:
             data = read_at(fd, run.length, tensor.start + run.source, tensor.file)
             view[run.target : run.target + run.length] = data
 
+    def _lay_values(
+        self,
+        piece: Dequantise,
+        tensor: SourceTensor,
+        box: Box,
+        row: int,
+        row_bytes: int,
+        view: memoryview,
+    ) -> None:
+        """Codes times scales, from row ``row`` of the band."""
+        (begin, end), (left, right) = box
+        count, width = end - begin, right - left
+        codes = memoryview(bytearray(count * width))
+        self._lay_matrix(tensor, box, (0, 0), width, codes)
+        values = memoryview(
+            dequantise_rows(codes, width, self._scales(piece, width), piece.block_columns, piece.skip)
+        )
+        for number in range(count):
+            at = (row + number) * row_bytes + 2 * piece.at[1]
+            view[at : at + 2 * width] = values[2 * number * width : 2 * (number + 1) * width]
+
+    def _scales(self, piece: Dequantise, width: int) -> list[float]:
+        scale = self._catalogue.tensors[piece.scale]
+        size = DTYPE_BITS[scale.spec.dtype] >> 3
+        columns = scale.spec.shape[1] if len(scale.spec.shape) == 2 else 1
+        count = -(-(piece.skip + width) // piece.block_columns)
+        offset = (piece.scale_at[0] * columns + piece.scale_at[1]) * size
+        data = read_at(self._open(scale.file), count * size, scale.start + offset, scale.file)
+        return decode_scales(data, scale.spec.dtype)
+
     def _lay_matrix(
         self,
         tensor: SourceTensor,
-        box: tuple[tuple[int, int], ...],
+        box: Box,
         at: tuple[int, int],
         row_bytes: int,
         view: memoryview,

@@ -8,9 +8,11 @@ from typing import Any
 
 from mla_convert.catalogue import Catalogue
 from mla_convert.geometry import AttentionBlock, text_config
+from mla_convert.megatron.legacy_reading import rank_facts
 from mla_convert.names import UP_PROJECTIONS
 from mla_convert.shard import candidate_sizes, why_not
 from mla_convert.sharding import reshard_demands
+from mla_convert.tensors import TensorSpec
 from mla_convert.whole import Whole
 
 
@@ -103,14 +105,15 @@ def inspect_document(whole: Whole, blocks: Sequence[AttentionBlock]) -> dict[str
             "up_projections": up_projection_bytes(catalogue, blocks),
             "stated_total_size": stated,
         },
-        "dtypes": _dtypes(catalogue),
+        "dtypes": bytes_by_dtype(tensor.spec for tensor in catalogue.tensors.values()),
         "attention": [describe_group(catalogue, group) for group in group_blocks(catalogue, blocks)],
-        "layers_without_mla": _layers_without(catalogue, blocks),
+        "layers_without_mla": layers_without(catalogue, blocks),
         "sparse_attention": sparse_attention(text, blocks),
         "tensor_parallel": {
             "legal": [size.size for size in sizes if size.is_legal],
             "illegal": {str(size.size): size.reason for size in sizes if not size.is_legal},
         },
+        **({"megatron": rank_facts(whole.megatron)} if whole.megatron and whole.megatron.layout else {}),
         "warnings": list(catalogue.warnings),
     }
 
@@ -158,14 +161,16 @@ def sparse_attention(text: Mapping[str, Any], blocks: Sequence[AttentionBlock]) 
     }
 
 
-def _dtypes(catalogue: Catalogue) -> dict[str, int]:
+def bytes_by_dtype(specs: Iterable[TensorSpec]) -> dict[str, int]:
+    """Bytes of each dtype, the most first."""
     found: dict[str, int] = {}
-    for tensor in catalogue.tensors.values():
-        found[tensor.spec.dtype] = found.get(tensor.spec.dtype, 0) + tensor.spec.nbytes
+    for spec in specs:
+        found[spec.dtype] = found.get(spec.dtype, 0) + spec.nbytes
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _layers_without(catalogue: Catalogue, blocks: Sequence[AttentionBlock]) -> list[int]:
+def layers_without(catalogue: Catalogue, blocks: Sequence[AttentionBlock]) -> list[int]:
+    """Layers that have no latent attention, if the configuration says how many there are."""
     config = catalogue.config.value if catalogue.config else None
     count = text_config(config).get("num_hidden_layers")
     if type(count) is not int or count > 100_000:

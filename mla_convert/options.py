@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from mla_convert.errors import UsageError
+from mla_convert.megatron.eras import IndexerRows, Norms
 from mla_convert.storage import LinkMode
 
 if TYPE_CHECKING:
+    from mla_convert.megatron.changes import MegatronOptions
+
     Location = Path | str  # a str is hf://org/name[@revision]
 else:
     Location = Path  # Typer knows no unions; the parser decides
 
-DEFAULT_WORKERS = min(4, os.cpu_count() or 1)
+#: More than processors as a rule: workers mostly wait for the file system.
+DEFAULT_WORKERS = 4
 
 
 def parse_location(text: str) -> Location:
@@ -86,7 +89,7 @@ Workers = Annotated[
         min=1,
         max=256,
         envvar="MLA_CONVERT_WORKERS",
-        help="Files moved at a time; default: one a processor, at most 4.",
+        help="Files moved at a time; default: 4.",
         metavar="N",
     ),
 ]
@@ -104,3 +107,55 @@ Checksum = Annotated[
 TrustShapes = Annotated[
     bool, typer.Option("--trust-shapes", help="Let tensor shapes win where config.json contradicts them.")
 ]
+
+# For torch_dist checkpoints of Megatron alone
+
+NormsWanted = Annotated[
+    Norms | None,
+    typer.Option(
+        "--norms",
+        help="Megatron: where the norms of the latents go: standalone (absorbed and sparse attention) or fused with "
+        "the projection behind (standard MLA); default: where they are.",
+        metavar="PLACE",
+    ),
+]
+IndexerWanted = Annotated[
+    IndexerRows | None,
+    typer.Option(
+        "--indexer",
+        help="Megatron: rope-last (to 0.18), rope-first (from 0.19) or rope-first-interleaved: the order of the "
+        "indexer's rows that is wanted; default: as it is.",
+        metavar="ORDER",
+    ),
+]
+IndexerFrom = Annotated[
+    IndexerRows | None,
+    typer.Option(
+        "--indexer-from",
+        help="Megatron: the order that the indexer's rows have, where the checkpoint does not tell.",
+        metavar="ORDER",
+    ),
+]
+DropOptimizer = Annotated[
+    bool, typer.Option("--drop-optimizer", help="Megatron: leave the optimizer's state out.")
+]
+DropFp8State = Annotated[
+    bool,
+    typer.Option(
+        "--drop-fp8-state",
+        help="Megatron: replace delayed-scaling FP8 states of the projections that change by empty ones.",
+    ),
+]
+
+
+def megatron_options(
+    norms: Norms | None,
+    indexer: IndexerRows | None,
+    indexer_from: IndexerRows | None,
+    drop_optimizer: bool,
+    drop_fp8_state: bool = False,
+) -> MegatronOptions:
+    """What was asked for, for torch_dist checkpoints alone."""
+    from mla_convert.megatron.changes import MegatronOptions
+
+    return MegatronOptions(norms, indexer, indexer_from, drop_optimizer, drop_fp8_state)

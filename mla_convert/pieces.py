@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from mla_convert.plan import Copy
+from mla_convert.plan import Copy, Dequantise
 from mla_convert.tensors import Box, TensorSpec
 
 MadeOf = Mapping[str, Sequence[Copy]]
@@ -58,6 +58,44 @@ def thinned(scale: TensorSpec, along: int, coarse: int, fine: int, count: int) -
         Copy(scale.name, _one(scale, along, index * coarse // fine), (index, 0) if along == 0 else (0, index))
         for index in range(count)
     )
+
+
+def dequantised(
+    weight: Iterable[Copy], scale: Sequence[Copy], block: tuple[int, int], box: Box
+) -> Iterator[Dequantise]:
+    """The BF16 values of ``box`` of an FP8 matrix, placed relative to it.
+
+    Args:
+        weight: The pieces of the whole matrix.
+        scale: The pieces of its scales, one for each block.
+        block: Rows and columns of a block.
+        box: What is wanted of the matrix, whether it cuts through blocks or not.
+    """
+    (top, _), (left, _) = box
+    for piece in cut(weight, box):
+        (begin, end), (first, last) = piece.box
+        row, column = top + piece.at[0], left + piece.at[1]  # of the whole matrix
+        width, below = last - first, row + end - begin
+        blocks = (column // block[1], -(-(column + width) // block[1]))
+        while row < below:
+            stop = min((row // block[0] + 1) * block[0], below)
+            start = begin + row - (top + piece.at[0])
+            scales = ((row // block[0], row // block[0] + 1), blocks)
+            for part in cut(scale, scales):
+                near = (blocks[0] + part.at[1]) * block[1]  # where the first of these blocks begins
+                far = near + (part.box[1][1] - part.box[1][0]) * block[1]
+                near, skip = max(near, column), max(0, column - near)
+                far = min(far, column + width)
+                yield Dequantise(
+                    piece.source,
+                    part.source,
+                    ((start, start + stop - row), (first + near - column, first + far - column)),
+                    (row - top, near - left),
+                    (part.box[0][0], part.box[1][0]),
+                    block[1],
+                    skip,
+                )
+            row = stop
 
 
 def _one(spec: TensorSpec, along: int, index: int) -> Box:

@@ -263,7 +263,19 @@ def _ambiguous_codes(words: Sequence[int]) -> bytes:
     return bytes(code for code, word in enumerate(words) if first[word] != code)
 
 
-def dequantise_rows(data: memoryview, columns: int, scales: Sequence[float], block_columns: int) -> bytearray:
+def require_dequantisable(weight: TensorSpec, scale: TensorSpec | None) -> None:
+    """Raise CannotError if :func:`dequantise_rows` cannot read these codes and scales."""
+    if weight.dtype != "F8_E4M3" or scale is None:
+        raise CannotError(f"--dequantize reads F8_E4M3; {weight.name} is {weight.dtype}")
+    if scale.dtype not in SCALE_DTYPES:
+        raise CannotError(
+            f"--dequantize reads scales stored as {', '.join(SCALE_DTYPES)}; {scale.name} is {scale.dtype}"
+        )
+
+
+def dequantise_rows(
+    data: memoryview, columns: int, scales: Sequence[float], block_columns: int, skip: int = 0
+) -> bytearray:
     """E4M3 rows that share one row of block scales, as little-endian BF16.
 
     Args:
@@ -271,6 +283,7 @@ def dequantise_rows(data: memoryview, columns: int, scales: Sequence[float], blo
         columns: Row length.
         scales: One value for each block of ``block_columns`` columns.
         block_columns: Columns that one scale covers.
+        skip: Columns of the first block that lie before the first column.
 
     Returns:
         ``2 * len(data)`` bytes.
@@ -284,14 +297,14 @@ def dequantise_rows(data: memoryview, columns: int, scales: Sequence[float], blo
         words = bf16_words(scale)
         ambiguous = _ambiguous_codes(words)
         low, high = bytes(word & 255 for word in words), bytes(word >> 8 for word in words)
-        start, stop = block * block_columns, min((block + 1) * block_columns, columns)
+        start, stop = max(0, block * block_columns - skip), min((block + 1) * block_columns - skip, columns)
         for row in range(0, len(data), columns):
             codes = bytes(data[row + start : row + stop])
             if ambiguous and len(codes.translate(None, ambiguous)) != len(codes):
                 raise CannotError(
                     f"the FP8 scale {scale!r} turns different weights into one BF16 value, so --dequantize could "
                     "not be undone",
-                    hint="split without --dequantize; a scale like this usually means a damaged checkpoint",
+                    hint="leave out --dequantize; a scale like this usually means a damaged checkpoint",
                 )
             out[2 * (row + start) : 2 * (row + stop) : 2] = codes.translate(low)
             out[2 * (row + start) + 1 : 2 * (row + stop) : 2] = codes.translate(high)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from mla_convert.api import Conversion
 from mla_convert.comparing import SYMBOLS
-from mla_convert.console import facts, shell_word, table
+from mla_convert.console import facts, table
 from mla_convert.inspection import group_blocks
 from mla_convert.progress import format_bytes, format_duration
+from mla_convert.streams import shell_word
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
@@ -19,7 +20,12 @@ if TYPE_CHECKING:
     from mla_convert.push import PushResult
     from mla_convert.verification.result import LayerResult, VerifyReport
 
-_FORMATS = {"huggingface": "Hugging Face safetensors", "deepseek": "DeepSeek inference shards"}
+_FORMATS = {
+    "huggingface": "Hugging Face safetensors",
+    "deepseek": "DeepSeek inference shards",
+    "torch_dist": "Megatron torch_dist",
+    "torch": "Megatron torch (mp_rank files)",
+}
 _WAYS = {
     "reflink": "shared by reflink",
     "hard": "hard-linked",
@@ -31,7 +37,7 @@ _WAYS = {
 def show_inspection(console: RichConsole, document: Mapping[str, Any]) -> None:
     """The result of ``inspect``."""
     size = document["bytes"]
-    kind = document["model_type"] or "no config.json"
+    kind = document["model_type"] or ("Megatron" if "megatron" in document else "no config.json")
     if document["text_model_type"] not in (None, document["model_type"]):
         kind += f" ({document['text_model_type']})"
     share = size["up_projections"] / size["tensors"] if size["tensors"] else 0
@@ -46,6 +52,7 @@ def show_inspection(console: RichConsole, document: Mapping[str, Any]) -> None:
         ("KV up-projections", f"{format_bytes(size['up_projections'])}, {share:.2%} of the tensors"),
         ("sparse attention", _sparse(document["sparse_attention"])),
     ]
+    pairs += _megatron(document.get("megatron"))
     stated = size["stated_total_size"]
     if stated is not None and stated != size["tensors"]:
         pairs.append(("index total_size", f"says {stated}, the tensors have {size['tensors']} bytes"))
@@ -86,7 +93,8 @@ def show_conversion(console: RichConsole, result: Conversion) -> None:
     if plan.operation == "reshard":
         count, experts = plan.options["tp"], plan.options["experts"]
         ranks = f"{_count(count, 'rank')}, {_FORMATS[plan.options['to']]}"
-        pairs.append(("written as", ranks + (f", experts by {experts.upper()}" if count > 1 else "")))
+        is_dealt = count > 1 and plan.options["to"] != "torch_dist"
+        pairs.append(("written as", ranks + (f", experts by {experts.upper()}" if is_dealt else "")))
     pairs.append(
         ("rewritten", f"{_count(len(plan.rewritten), 'file')}, {format_bytes(plan.bytes_rewritten)}")
     )
@@ -100,7 +108,7 @@ def show_conversion(console: RichConsole, result: Conversion) -> None:
         pairs.append(("time", format_duration(report.seconds) if report.seconds >= 1 else "under a second"))
     pairs.append(("plan", plan.digest()))
     console.print(facts(pairs, title=f"{done} {plan.catalogue.label}"))
-    if report is not None and plan.operation == "split":
+    if report is not None and plan.operation in ("split", "reshard") and plan.options.get("to") != "torch":
         console.print(f"\nnext: mla-convert verify {shell_word(str(result.output))}")
 
 
@@ -134,8 +142,9 @@ def show_verification(console: RichConsole, report: VerifyReport) -> None:
             (
                 "attention",
                 f"{settings['blocks']} of {settings['blocks_in_checkpoint']} blocks, {settings['tokens']} tokens, "
-                f"{settings['dtype']}, {_count(settings['tp'], 'tensor-parallel rank')}",
+                f"{settings['dtype']}" + (", forward and backward" if settings["backward"] else ""),
             ),
+            ("ranks", _ranks(settings)),
         ]
     console.print(facts(pairs, title=f"verify {report.path}"))
     console.print()
@@ -167,6 +176,8 @@ def show_verification(console: RichConsole, report: VerifyReport) -> None:
                 right=("heads", "cosine", "standard", "absorbed", "limit"),
             )
         )
+        if any(layer.gradients for layer in report.layers):
+            _show_gradients(console, report)
         console.print("errors are relative to float64; limit is what the absorbed path may reach")
     unmodelled = sorted({what for layer in report.layers for what in layer.unmodelled})
     for what in unmodelled:
@@ -176,6 +187,46 @@ def show_verification(console: RichConsole, report: VerifyReport) -> None:
     console.print(
         f"\n{'✓ verified' if report.passed else '✗ NOT verified'} in {format_duration(report.seconds)}"
     )
+
+
+def _ranks(settings: Mapping[str, Any]) -> str:
+    tp, cp = settings["tp"], settings["cp"]
+    text = _count(tp, "tensor-parallel rank") + (f" x {cp} context-parallel" if cp > 1 else "")
+    if settings["process_group"] is not None:
+        return f"{text}, {settings['processes']} processes over {settings['process_group']}"
+    return text + (", folded into one process" if tp * cp > 1 else "")
+
+
+def _show_gradients(console: RichConsole, report: VerifyReport) -> None:
+    """For each layer the gradient that is closest to its limit; ``--json`` has all of them."""
+    rows = []
+    for layer in report.layers:
+        worst = max(layer.gradients, key=lambda gradient: (not gradient.passed, gradient.strain))
+        rows.append(
+            (
+                layer.layer if layer.layer is not None else layer.prefix,
+                f"{sum(gradient.passed for gradient in layer.gradients)} of {len(layer.gradients)}",
+                f"{min(gradient.absorbed.cosine for gradient in layer.gradients):.7f}",
+                worst.name,
+                f"{worst.standard.relative:.1e}",
+                f"{worst.absorbed.relative:.1e}",
+                f"{worst.limit.relative:.1e}",
+                f"{worst.unit} {worst.absorbed.at}: {worst.absorbed.worst:.1e}",
+                "✓" if all(gradient.passed for gradient in layer.gradients) else "✗",
+            )
+        )
+    console.print()
+    columns = (
+        "layer",
+        "gradients",
+        "lowest cosine",
+        "worst of",
+        "standard",
+        "absorbed",
+        "limit",
+        "worst part",
+    )
+    console.print(table((*columns, ""), rows, right=("lowest cosine", "standard", "absorbed", "limit")))
 
 
 def _layer_row(layer: LayerResult) -> tuple[object, ...]:
@@ -255,10 +306,31 @@ def _sparse(facts_on_dsa: Mapping[str, Any] | None) -> str:
         return "none (dense)"
     sharing = facts_on_dsa["layers_sharing_one"]
     text = (
-        f"DSA, top-k {facts_on_dsa['topk']}, {facts_on_dsa['index_heads']} index heads x "
+        f"DSA, top-k {facts_on_dsa['topk'] or 'not stated'}, {facts_on_dsa['index_heads']} index heads x "
         f"{facts_on_dsa['index_dim']}, on {_count(facts_on_dsa['layers_with_indexer'], 'layer')}"
     )
     return text + (f" ({sharing} share one)" if sharing else "")
+
+
+def _megatron(found: Mapping[str, Any] | None) -> list[tuple[str, object]]:
+    """What only a checkpoint of Megatron has."""
+    if not found:
+        return []
+    indexer, optimizer = found["indexer"], found["optimizer"]
+    pairs: list[tuple[str, object]] = [
+        ("iteration", found["iteration"]),
+        ("layers", found["layers"]),
+        ("norms of the latents", found["norms"]),
+        ("common state", found["common_state"]),
+        ("pipeline, experts", found.get("ranks")),
+    ]
+    if indexer:
+        pairs.append(("indexer rows", indexer["rows"] or "not told: give --indexer-from to migrate them"))
+    if optimizer:
+        states = ", ".join(optimizer["states"]) if optimizer["by_name"] else "not by name"
+        size = f"{format_bytes(optimizer['bytes'])}: " if optimizer["bytes"] is not None else ""
+        pairs.append(("optimizer", size + states))
+    return [pair for pair in pairs if pair[1] is not None]
 
 
 def _also(group: Mapping[str, Any]) -> str:

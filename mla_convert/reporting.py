@@ -8,9 +8,11 @@ from contextlib import contextmanager
 
 import typer
 
-from mla_convert.console import Console, shell_word
+from mla_convert.console import Console
 from mla_convert.errors import ExitCode, InterruptedRunError, LocalIOError, MlaConvertError
+from mla_convert.ranks import ElsewhereError
 from mla_convert.storage import plain
+from mla_convert.streams import shell_word
 
 
 @contextmanager
@@ -18,6 +20,8 @@ def reporting(console: Console) -> Iterator[None]:
     """Turn whatever ends a command into a message and an exit code."""
     try:
         yield
+    except ElsewhereError as error:
+        raise typer.Exit(error.exit_code) from None
     except MlaConvertError as error:
         console.error(error)
         raise typer.Exit(error.exit_code) from None

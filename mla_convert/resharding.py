@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mla_convert.conversion import describe_block, rewritten_file
-from mla_convert.errors import CannotError
+from mla_convert.errors import CannotError, UsageError
 from mla_convert.formats.deepseek import rank_file, to_deepseek
 from mla_convert.formats.huggingface import INDEX_SUFFIX, rank_folder
-from mla_convert.formats.huggingface_edit import MARK, mark_layout
+from mla_convert.formats.huggingface_edit import MARK, drop_quantization, mark_layout, skip_modules
 from mla_convert.geometry import AttentionBlock, Layout, find_blocks
 from mla_convert.layouts import LaidOut, edit_layout, lay_out
+from mla_convert.megatron.conversion import plan_to_megatron
 from mla_convert.merging import ShardingMark
 from mla_convert.plan import (
     CarriedFile,
@@ -21,14 +21,13 @@ from mla_convert.plan import (
     RewrittenFile,
     TargetTensor,
 )
-from mla_convert.sharding import ReshardOptions, Sharder, count_ranks
+from mla_convert.sharding import ReshardOptions, Sharder, count_ranks, natural_order
 from mla_convert.strict_json import dump_json
 from mla_convert.whole import Format, Whole
 
 #: Weights in one file of an output whose source does not tell which file they belong in.
 FILE_BYTES = 5_000_000_000
 _METADATA = {"format": "pt"}
-_NUMBER = re.compile(r"(\d+)")
 
 
 def plan_reshard(whole: Whole, options: ReshardOptions) -> Plan:
@@ -39,13 +38,19 @@ def plan_reshard(whole: Whole, options: ReshardOptions) -> Plan:
             expert or a scale block; the message has the legal ones.
         BadInputError: The checkpoint contradicts itself.
     """
-    blocks = find_blocks(whole.logical, trust_shapes=options.trust_shapes)
     format = options.to or whole.format
+    if format.is_megatron:
+        return plan_to_megatron(whole, options)
+    if options.spec:
+        raise UsageError("--spec is for Megatron's formats", hint="--to torch_dist or --to torch")
+    if whole.megatron and whole.megatron.unresolved:
+        raise whole.megatron.unresolved
+    blocks = find_blocks(whole.logical, trust_shapes=options.trust_shapes)
     layouts = {block.layout for block in blocks}
     experts = options.experts if whole.experts and options.tp > 1 else whole.experts
-    if (options.tp, format, experts) == (whole.ranks, whole.format, whole.experts) and (
-        options.layout is None or layouts == {options.layout}
-    ):
+    is_there = (options.tp, format, experts) == (whole.ranks, whole.format, whole.experts)
+    is_laid_out = options.layout is None or layouts == {options.layout}
+    if is_there and is_laid_out and not (options.dequantize and whole.mark.reblocked):
         raise CannotError(
             f"nothing to do: {whole.source.root} lies in {format} format on {count_ranks(whole.ranks)} already",
             hint="--tp, --to, --layout and --experts choose another",
@@ -76,12 +81,16 @@ def plan_reshard(whole: Whole, options: ReshardOptions) -> Plan:
         generated=tuple(sorted(generated, key=lambda file: file.name)),
         guards=(*whole.guards, *laid_out.guards),
         replicas=whole.replicas,
+        hashed=tuple(sharder.lost),
         manifest={
             "layout": str(options.layout) if options.layout else _layout_name(layouts),
             "blocks": [describe_block(block) for block in blocks],
             "restore": {"headers": {}, "files": {}},
+            "restore_tensors": [
+                key for key in sharder.lost if key.rpartition(".")[2] not in ("weight", "bias")
+            ],
         },
-        warnings=(*whole.source.warnings, *sharder.warnings()),
+        warnings=(*whole.logical.warnings, *sharder.warnings()),
     )
 
 
@@ -90,11 +99,6 @@ def _layout_name(layouts: set[Layout]) -> str:
 
 
 # Files
-
-
-def natural_order(name: str) -> list[object]:
-    """Sort key that puts layer 10 after layer 9."""
-    return [int(part) if part.isdigit() else part for part in _NUMBER.split(name)]
 
 
 def _files(whole: Whole, laid_out: LaidOut, sharder: Sharder, format: Format) -> Iterator[RewrittenFile]:
@@ -182,7 +186,12 @@ def _config(
     edited = mark_layout(whole.config, layout)
     own = {name: size for name, size in laid_out.module_blocks.items() if size != sharder.block}
     own |= {name: blocks[2:] for name, blocks in sharder.reblocked.items()}
+    own = {name: size for name, size in own.items() if name not in sharder.dequantised}
     edit_layout(edited, blocks, options.layout, own)
+    if sharder.dequantised:
+        skip_modules(edited, sorted(sharder.dequantised, key=natural_order))
+        if all(m.scale_field is None or m.name in sharder.dequantised for m in sharder.modules.values()):
+            drop_quantization(edited)
     if options.tp > 1 or format is Format.DEEPSEEK:
         mark = ShardingMark(whole.mark.stem, sharder.vocabulary, sharder.reblocked)
         edited[MARK] = {

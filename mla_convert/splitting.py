@@ -25,10 +25,10 @@ from mla_convert.formats.huggingface_edit import mark_layout, rename_skipped, se
 from mla_convert.geometry import AttentionBlock, Layout, find_blocks
 from mla_convert.names import Part
 from mla_convert.plan import Dequantise, GeneratedFile, Piece, Plan, TargetTensor, whole
-from mla_convert.quant import SCALE_DTYPES, Quantisation, Scheme
+from mla_convert.quant import Quantisation, Scheme, require_dequantisable
 from mla_convert.split_kv import scale_block_rows
 from mla_convert.strict_json import dump_json
-from mla_convert.tensors import TensorSpec
+from mla_convert.tensors import TensorSpec, rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +122,8 @@ def _dequantised(
     block: AttentionBlock, specs: Mapping[str, TensorSpec], quantisation: Quantisation
 ) -> dict[str, tuple[TargetTensor, ...]]:
     """K and V in BF16; the scale and every other companion of the weight goes away."""
-    weight, scale_field = specs["weight"], quantisation.scale_field
-    if weight.dtype != "F8_E4M3" or scale_field is None:
-        raise CannotError(f"--dequantize reads F8_E4M3; {weight.name} is {weight.dtype}")
-    scale = specs[scale_field]
-    if scale.dtype not in SCALE_DTYPES:
-        raise CannotError(
-            f"--dequantize reads scales stored as {', '.join(SCALE_DTYPES)}; {scale.name} is {scale.dtype}"
-        )
+    weight, scale = specs["weight"], specs[quantisation.scale_field or "weight"]
+    require_dequantisable(weight, scale if quantisation.scale_field else None)
     per_scale, columns = scale_extent(quantisation, weight)
     targets = []
     for part, moves in weight_moves(block).items():
@@ -139,11 +133,9 @@ def _dequantised(
         for move in moves:
             for offset, length in cut_rows(move.combined, move.count, per_scale):
                 row = move.combined + offset
-                pieces.append(
-                    Dequantise(
-                        weight.name, scale.name, row, length, move.split + offset, row // per_scale, columns
-                    )
-                )
+                scale_row = row // per_scale if scale.numel > 1 else 0
+                box, at = rows(weight, row, row + length), (move.split + offset, 0)
+                pieces.append(Dequantise(weight.name, scale.name, box, at, (scale_row, 0), columns))
         targets.append(TargetTensor(spec, tuple(pieces)))
     gone: dict[str, tuple[TargetTensor, ...]] = {spec.name: () for spec in specs.values()}
     return gone | {weight.name: tuple(targets)}

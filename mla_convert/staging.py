@@ -4,28 +4,27 @@ For a target ``out`` the staging folder is ``.out.mla-convert-partial`` and hold
 journal's first line names the plan; each further line is one finished file. ``files/`` gets the name ``out`` in a
 single rename at the very end, so an output that is not complete never has its final name. Whatever is in ``files/``
 and not in the journal was cut short, and is removed before work goes on.
+
+Where several ranks work on one output, rank 0 opens, sweeps and publishes; every other rank ``n`` has a lock and a
+journal (``journal.n``) of its own, whose lines the next run takes into the first one.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from mla_convert import __version__, storage
-from mla_convert.errors import BadInputError, CannotError, UsageError
+from mla_convert.errors import BadInputError, CannotError, LocalIOError, UsageError
 from mla_convert.formats.huggingface import MANIFEST_NAME
+from mla_convert.journal import FLUSHED_BYTES, Journal, JournalEntry, read_journal
 from mla_convert.manifest import Manifest, read_manifest
 from mla_convert.plan import Plan
-
-JournalEntry = Mapping[str, Any]
-
-_CHECK_DIGITS = 16
+from mla_convert.ranks import Ranks
 
 
 def check_target(source: Path, target: Path, *, overwrite: bool) -> None:
@@ -122,7 +121,7 @@ def _file_names(folder: Path) -> Iterable[str]:
 
 
 class Staging:
-    """The staging folder of one run: ``with Staging(...) as staging``. Only one process may hold it.
+    """The staging folder of one run: ``with Staging(...) as staging``. Only the ranks of one run may hold it.
 
     It stays for the next run only if that can use it: one finished file, and no call of ``abandon``.
 
@@ -133,19 +132,21 @@ class Staging:
         done: Journal entries of files finished by an earlier run and still as it left them.
     """
 
-    def __init__(self, target: Path, plan: Plan, *, restart: bool, overwrite: bool) -> None:
+    def __init__(
+        self, target: Path, plan: Plan, *, restart: bool, overwrite: bool, ranks: Ranks | None = None
+    ) -> None:
         self.target = target
         self.root = staging_folder(target)
         self.files = self.root / "files"
         self.digest = plan.digest()
         self.already_done = False
         self.done: dict[str, JournalEntry] = {}
-        self._plan = plan
+        self._plan, self._ranks = plan, ranks or Ranks()
         self._restart, self._overwrite = restart, overwrite
-        self._lock = storage.Lock(target.parent / f".{target.name}.mla-convert-lock", subject=target)
-        self._journal = -1
-        self._writing = threading.Lock()
+        self._lock = self._lock_of(self._ranks.number)
+        self._journal: Journal | None = None
         self._is_worth_keeping = False
+        self._is_abandoned = False
 
     def __enter__(self) -> Self:
         """Lock the target and open the journal.
@@ -153,27 +154,32 @@ class Staging:
         Raises:
             CannotError: An unfinished run of another plan lies there.
             UsageError: The target holds what may not be replaced.
-            LocalIOError: Another process is writing this output.
+            LocalIOError: Another process is writing this output, or it is not where all ranks see it.
         """
         with storage.os_errors(self.target.parent, "make"):
             self.target.parent.mkdir(parents=True, exist_ok=True)
         self._lock.__enter__()
         try:
-            self.already_done = finished_already(self.target, self.digest)
-            if self.already_done:
-                self._clear_leftovers()
-            else:
-                check_replaceable(self.target, overwrite=self._overwrite)
-                self._open()
+            self._ranks.gather(None)  # from here on every rank has its lock
+            if self._ranks.leads:
+                self._lead()
+            self.already_done = bool(self._ranks.tell(self.already_done))
+            if not self._ranks.leads and not self.already_done:
+                self._follow()
         except BaseException:
-            self._lock.__exit__()
+            self._leave()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._journal >= 0:
-            os.close(self._journal)
-            if not self._is_worth_keeping:
+        self._leave()
+
+    def _leave(self) -> None:
+        journal, self._journal = self._journal, None
+        if journal is not None:
+            journal.close()
+            keep = self._is_worth_keeping or (self._ranks.count > 1 and any(self._recorded_by_others()))
+            if self._ranks.leads and (self._is_abandoned or not keep):
                 shutil.rmtree(self.root, ignore_errors=True)
         self._lock.__exit__()
 
@@ -184,29 +190,77 @@ class Staging:
 
     def abandon(self) -> None:
         """What is finished is of no use to a later run: let it go at the end."""
-        self._is_worth_keeping = False
+        self._is_abandoned = True
+
+    @property
+    def finished(self) -> int:
+        """How many files are finished, by whichever rank and run."""
+        own = len({entry["file"] for entry in read_journal(self.root / "journal")[0][1:]} - self.done.keys())
+        return len(self.done) + own + sum(1 for _ in self._recorded_by_others())
 
     # Opening
 
+    def _lock_of(self, rank: int) -> storage.Lock:
+        name = f".{self.target.name}.mla-convert-lock" + (f".{rank}" if rank else "")
+        return storage.Lock(self.target.parent / name, subject=self.target)
+
+    def _lead(self) -> None:
+        self._refuse_strays()
+        self.already_done = finished_already(self.target, self.digest)
+        if self.already_done:
+            self._clear_leftovers()
+        else:
+            check_replaceable(self.target, overwrite=self._overwrite)
+            self._open()
+
+    def _refuse_strays(self) -> None:
+        """A rank of a run that lost its rank 0 may still be writing."""
+        for rank in _numbers(self.target.parent, f".{self.target.name}.mla-convert-lock."):
+            if rank >= self._ranks.count:
+                with self._lock_of(rank):
+                    pass
+
+    def _follow(self) -> None:
+        if not self.files.is_dir():
+            raise LocalIOError(
+                f"{self.files} was made by rank 0 and is not there for rank {self._ranks.number}",
+                hint="the output has to lie on a file system that all ranks share",
+            )
+        self._journal = Journal(self._journal_of(self._ranks.number))
+
+    def _journal_of(self, rank: int) -> Path:
+        return self.root / (f"journal.{rank}" if rank else "journal")
+
+    def _recorded_by_others(self) -> Iterable[JournalEntry]:
+        """What other ranks than 0 have finished, in this run or in one before that was not resumed yet."""
+        for rank in _numbers(self.root, "journal."):
+            yield from read_journal(self._journal_of(rank))[0]
+
     def _open(self) -> None:
-        path = self.root / "journal"
+        path = self._journal_of(0)
         with storage.os_errors(self.root, "make"):
-            lines, end = _read_lines(path)
+            lines, end = read_journal(path)
             if lines and not self._restart and not self._is_leftover(lines[0]):
                 self._require_same_plan(lines[0])
-                self.done = self._usable(lines[1:])
+                more = list(self._recorded_by_others())
+                self.done = self._usable([*lines[1:], *more])
             else:
-                end = 0
+                end, more = 0, []
                 if self.root.exists():
                     shutil.rmtree(self.root)
             self.files.mkdir(parents=True, exist_ok=True)
             self._sweep()
-            self._journal = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            os.ftruncate(self._journal, end)  # nothing that follows a torn line could be read
+        self._journal = Journal(path, end)
         self._is_worth_keeping = bool(self.done)
         if not end:
-            self._append(self._head())
-            storage.fsync_directory(self.root)
+            self._journal.append(self._head(), worth=FLUSHED_BYTES)
+        for entry in more:
+            self._journal.append(entry, worth=0)
+        if more:
+            storage.sync_filesystem(self.root)
+        for rank in _numbers(self.root, "journal."):
+            self._journal_of(rank).unlink()
+        storage.fsync_directory(self.root)
 
     def _head(self) -> dict[str, Any]:
         return {
@@ -224,7 +278,7 @@ class Staging:
 
     def _clear_leftovers(self) -> None:
         """The target is complete: remove what its run had no time to. Another plan's unfinished run stays."""
-        lines, _ = _read_lines(self.root / "journal")
+        lines, _ = read_journal(self._journal_of(0))
         if not lines or lines[0].get("plan") == self.digest:
             shutil.rmtree(self.root, ignore_errors=True)
 
@@ -273,21 +327,15 @@ class Staging:
     def record(self, name: str, *, way: str, sha256: str | None) -> None:
         """Journal one finished file, which must be complete under its final name in ``files``.
 
-        Bytes that were moved must have been flushed, and so is their line. Links are made again in no time, should
-        the power fail before ``publish`` flushes them all.
+        Bytes that were moved must have been flushed. Their line is once it stands for enough of them: should the power
+        fail before, those files are made again, as links are.
         """
-        modified = (self.files / name).stat().st_mtime_ns
-        entry = {"file": name, "mtime_ns": modified, "way": way, "sha256": sha256}
-        self._append(entry, flush=way in ("rewrite", "copy"))
+        status = (self.files / name).stat()
+        entry = {"file": name, "mtime_ns": status.st_mtime_ns, "way": way, "sha256": sha256}
+        if self._journal is None:
+            raise ValueError("the staging folder is not open")
+        self._journal.append(entry, worth=status.st_size if way in ("rewrite", "copy") else 0)
         self._is_worth_keeping = True
-
-    def _append(self, entry: Mapping[str, Any], *, flush: bool = True) -> None:
-        line = _line(entry)
-        with self._writing, storage.os_errors(self.root / "journal", "write"):
-            while line:
-                line = line[os.write(self._journal, line) :]
-            if flush:
-                storage.fsync_fd(self._journal)
 
     def publish(self) -> list[Path]:
         """Flush everything, give ``files`` its final name, and clean up.
@@ -309,33 +357,14 @@ def _removed(folder: Path) -> bool:
     return not os.path.lexists(folder)
 
 
-# The journal: each line is a checksum and a JSON object, so that a torn or edited line is known for one.
-
-
-def _line(entry: Mapping[str, Any]) -> bytes:
-    text = json.dumps(entry, separators=(",", ":")).encode("ascii")
-    return _check(text) + b" " + text + b"\n"
-
-
-def _check(text: bytes) -> bytes:
-    return hashlib.sha256(text).hexdigest()[:_CHECK_DIGITS].encode("ascii")
-
-
-def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The journal's entries up to the first damaged line, and where that begins; a kill may have cut the last."""
+def _numbers(folder: Path, prefix: str) -> list[int]:
+    """The numbers that follow ``prefix`` in names of a folder."""
     try:
-        data = path.read_bytes()
+        names = [entry.name for entry in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
-        return [], 0
-    entries: list[dict[str, Any]] = []
-    end = 0
-    for line in data.split(b"\n")[:-1]:
-        check, _, text = line.partition(b" ")
-        if check != _check(text):
-            break
-        entries.append(json.loads(text))
-        end += len(line) + 1
-    return entries, end
+        return []
+    ends = (name.removeprefix(prefix) for name in names if name.startswith(prefix))
+    return sorted(int(end) for end in ends if end.isdigit())
 
 
 def _brief(value: Any) -> str:

@@ -130,6 +130,20 @@ def open_source(path: Path) -> int:
     return fd
 
 
+def prefetch(path: Path, length: int) -> None:
+    """Ask the kernel to read the beginning of a file into the page cache, without waiting for it; or do nothing."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with suppress(OSError):
+        if not stat.S_ISREG(path.stat().st_mode):
+            return
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(fd, 0, length, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(fd)
+
+
 def _require_regular(status: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from checkpoints import Stored, random_bytes, random_scales, randomness, write_file
 
+from mla_convert.whole import Format
+
 
 @dataclass(frozen=True)
 class Model:
@@ -48,6 +50,9 @@ class Model:
         return range(self.first, self.first + self.layers + self.mtp)
 
 
+#: The two formats that hold tensors by name and slice; Megatron's have tests of their own.
+FORMATS = (Format.HUGGINGFACE, Format.DEEPSEEK)
+
 V3 = Model()
 MODELS: dict[str, Model] = {
     "deepseek_v3": Model(mtp=True),
@@ -60,6 +65,8 @@ MODELS: dict[str, Model] = {
         nope=24, v=32, indexer=True, fp8=(16, 8), reblock=True, model_type="glm_moe_dsa"
     ),
     "glm4_moe_lite": Model(nope=24, v=32, mtp=True, model_type="glm4_moe_lite"),
+    "kimi-fp8": Model(stem="language_model.model.", mtp=True, bias=True, fp8=(4, 4)),
+    "glm4_moe_lite-fp8": Model(nope=24, v=32, bias=True, fp8=(4, 4), model_type="glm4_moe_lite"),
     "kimi": Model(stem="language_model.model.", extra={"vision_tower.patch_embed.proj.weight": (3, 5)}),
     "longcat": Model(longcat=True, extra={"model.layers.0.mlp.router.classifier.weight": (10, 64)}),
     "longcat-fp8": Model(longcat=True, fp8=(4, 4)),

@@ -63,6 +63,15 @@ def test_size_is_close_and_share_of_kv_b_is_kept(size: int) -> None:
         assert share == pytest.approx(0.0015, rel=0.15)
 
 
+@pytest.mark.parametrize("size", [40_000_000, 8_000_000_000])
+def test_dimensions_that_divide_by_ranks(size: int) -> None:
+    dims = checkpoint.fit(size, 8, 8)
+    assert checkpoint.weight_bytes(dims) == pytest.approx(size, rel=0.25)
+    rows = (dims.dense, dims.moe, dims.heads * 192, dims.heads * 256, dims.heads * 128)
+    assert all(count % (8 * 128) == 0 for count in rows)
+    assert dims.heads % 8 == dims.vocabulary % 8 == 0
+
+
 def test_headers_and_index_are_sound(small: Path) -> None:
     names = shard_names(small)
     assert names[0] == "model-00001-of-000163.safetensors"
@@ -143,6 +152,28 @@ def test_split_benchmark_end_to_end(tmp_path: Path) -> None:
     (report,) = tmp_path.iterdir()
     text = report.read_text()
     assert "| `mla-convert split` |" in text
+    assert str(folder) not in text
+
+
+def test_reshard_benchmark_end_to_end(tmp_path: Path) -> None:
+    with memory_folder() as folder:
+        options = ["--size", "40MB", "--rounds", "1", "--keep-cache", "--json", "--workers", "2"]
+        found = subprocess.run(
+            [sys.executable, "-m", "benchmarks.reshard", *options, "--dir", folder, "--results", tmp_path],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        assert found.returncode == 0, found.stderr
+        assert list(folder.iterdir()) == []
+    document: dict[str, Any] = json.loads(found.stdout)
+    assert document["diff"] == 0
+    assert len(document["outcome"]["series"]) == 4
+    assert 0.02 < document["shares"]["row_parallel"] < 0.5
+    (report,) = tmp_path.iterdir()
+    text = report.read_text()
+    assert "| `mla-convert reshard --tp 8 --to deepseek --workers 2` |" in text
+    assert "the tensors equal the original's" in text
     assert str(folder) not in text
 
 

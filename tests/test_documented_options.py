@@ -21,18 +21,24 @@ WRITING = {
     "--link",
     "--checksum",
 }
+MEGATRON = {"--norms", "--indexer", "--indexer-from", "--drop-optimizer"}
 SURFACE = {
     "": {"--help -h", "--version", "--install-completion", "--show-completion"},
     "inspect": EVERYWHERE | {"path", "--trust-shapes"},
-    "split": EVERYWHERE | WRITING | {"path", "--keep-combined", "--dequantize"},
-    "combine": EVERYWHERE | WRITING | {"path", "--ignore-manifest"},
+    "split": EVERYWHERE
+    | WRITING
+    | MEGATRON
+    | {"path", "--keep-combined", "--dequantize", "--drop-fp8-state"},
+    "combine": EVERYWHERE | WRITING | MEGATRON | {"path", "--ignore-manifest", "--drop-fp8-state"},
+    "migrate": EVERYWHERE | WRITING | MEGATRON | {"path"},
     "reshard": EVERYWHERE
     | WRITING
-    | {"path", "--tp", "--to", "--layout", "--experts", "--reblock", "--pad-vocabulary"},
+    | {"path", "--tp", "--to", "--layout", "--experts", "--reblock", "--dequantize", "--pad-vocabulary"}
+    | {"--spec", "--indexer-from", "--drop-optimizer"},
     "diff": EVERYWHERE | {"a", "b", "--workers", "--trust-shapes"},
     "verify": EVERYWHERE
     | {"path", "--against", "--tp", "--layers", "--seq", "--dtype", "--backend", "--device", "--skip-carried"}
-    | {"--no-control", "--no-record", "--seed", "--trust-shapes"},
+    | {"--no-control", "--no-record", "--seed", "--trust-shapes", "--cp", "--backward", "--launch"},
     "push": EVERYWHERE
     | {"path", "repo_id", "--revision", "--create-pr", "--private", "--message", "--card", "--unverified"}
     | {"--dry-run"},

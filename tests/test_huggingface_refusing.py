@@ -280,7 +280,11 @@ def test_no_tensors_at_all(tmp_path: Path) -> None:
         (("model.pt",), CannotError, "PyTorch pickle"),
         (("model-Q4.gguf",), CannotError, "GGUF"),
         ((".metadata", "common.pt", "__0_0.distcp"), CannotError, "Megatron"),
-        (("latest_checkpointed_iteration.txt", "iter_0000001"), CannotError, "Megatron"),
+        (
+            ("latest_checkpointed_iteration.txt", "iter_0000001"),
+            BadInputError,
+            "neither a number nor release",
+        ),
         (("mp_rank_00",), CannotError, "Megatron"),
         (("iter_0000001",), CannotError, "Megatron"),
         (("model0-mp2.safetensors", "model1-mp2.safetensors"), CannotError, "2 tensor-parallel rank files"),

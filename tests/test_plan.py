@@ -59,7 +59,10 @@ def rows_of(piece: object, target: TargetTensor) -> tuple[int, int]:
         start, stop = piece.box[0] if piece.box else (0, 1)
         at = piece.at[0] if piece.at else 0
         return at, at + stop - start
-    assert isinstance(piece, Dequantise | Requantise)
+    if isinstance(piece, Dequantise):
+        assert [stop - start for start, stop in piece.box[1:]] == list(target.spec.shape[1:])
+        return piece.at[0], piece.at[0] + piece.box[0][1] - piece.box[0][0]
+    assert isinstance(piece, Requantise)
     return piece.at, piece.at + piece.count
 
 

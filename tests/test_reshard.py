@@ -21,7 +21,7 @@ from checkpoints import (
     write_file,
 )
 from safetensors import safe_open
-from sharded_models import MODELS, V3, Model, config_of, published, tensors_of, write_model
+from sharded_models import FORMATS, MODELS, V3, Model, config_of, published, tensors_of, write_model
 
 from mla_convert import api
 from mla_convert.comparing import compare
@@ -182,7 +182,7 @@ def test_a_column_parallel_bias_is_cut(tmp_path: Path) -> None:
 # Layout and ranks compose
 
 
-@pytest.mark.parametrize("format", Format)
+@pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("name", ["deepseek_v3-fp8", "longcat", "glm_moe_dsa-fp8"])
 def test_split_and_shard_in_any_order(name: str, format: Format, tmp_path: Path) -> None:
     model = MODELS[name]

@@ -13,10 +13,10 @@ import pytest
 import torch
 from checkpoints import RUN, Stored, digests, load, random_bytes, randomness, unflushed, write_file  # noqa: F401
 from conversions import contents, environment, fails, leftovers, memory_folder, run
-from sharded_models import MODELS, V3, Model, write_model
+from sharded_models import FORMATS, MODELS, V3, Model, write_model
 from test_resume import Killer, in_killed_child
 
-from mla_convert import api, gathering
+from mla_convert import api, engine, gathering, journal
 from mla_convert.engine import RunOptions
 from mla_convert.errors import BadInputError
 from mla_convert.formats.deepseek import from_deepseek, to_deepseek
@@ -94,7 +94,7 @@ def test_refusals(words: tuple[str, ...], code: int, message: str, source: Path,
 # Killed runs
 
 
-@pytest.mark.parametrize("format", Format)
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_killed_run_resumes(format: Format, source: Path, tmp_path: Path) -> None:
     options = ReshardOptions(4, to=format)
     api.reshard(source, tmp_path / "reference", options, run=RUN)
@@ -214,6 +214,37 @@ def test_a_source_that_ends_early(tmp_path: Path) -> None:
     target = TargetTensor(TensorSpec("t", "U8", (64, 8)), (Copy("a", ((0, 64), (8, 16)), (0, 0)),))
     with Gatherer(catalogue) as gatherer, pytest.raises(BadInputError, match="ends early, at byte 3000"):
         list(gatherer.bands(target))
+
+
+# Many small files
+
+
+def test_small_files_are_hashed_as_far_as_that_is_cheap(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "HASHED_BYTES", 100_000)
+    out = api.reshard(source, tmp_path / "out", ReshardOptions(8), run=RUN).output
+    files = json.loads((out / "mla-convert.json").read_bytes())["files"]
+    hashed = {name: entry["size"] for name, entry in files.items() if entry["sha256"]}
+    left = {name: entry["size"] for name, entry in files.items() if not entry["sha256"]}
+    assert sum(hashed.values()) > 50_000
+    assert max(hashed.values()) <= min(left.values())
+    assert {"config.json", "tokenizer.json"} <= hashed.keys()
+
+
+def test_the_journal_is_flushed_for_what_it_stands_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr("mla_convert.storage.fsync_fd", lambda fd: flushed.append(written[-1]))
+    written = [0]
+    found = journal.Journal(tmp_path / "journal")
+    for number, worth in enumerate((0, 40 << 20, 30 << 20, 1, 0, 64 << 20), 1):
+        written.append(number)
+        found.append({"file": str(number)}, worth=worth)
+    found.close()
+    assert flushed == [3, 6]
+    assert [entry["file"] for entry in journal.read_journal(tmp_path / "journal")[0]] == list("123456")
 
 
 # Names

@@ -15,6 +15,7 @@ from conversions import REWRITTEN, contents, leftovers, memory_folder, write_che
 from mla_convert import api, engine, staging
 from mla_convert.engine import RunOptions, RunReport
 from mla_convert.errors import CannotError, LocalIOError
+from mla_convert.journal import line as journal_line
 from mla_convert.progress import SilentProgress
 from mla_convert.splitting import SplitOptions
 
@@ -289,7 +290,7 @@ def test_a_journalled_file_that_is_not_planned_is_swept(
     modified = (root / "files" / "evil.safetensors").stat().st_mtime_ns
     entry = {"file": "evil.safetensors", "mtime_ns": modified, "way": "rewrite", "sha256": None}
     with (root / "journal").open("ab") as journal:
-        journal.write(staging._line(entry))
+        journal.write(journal_line(entry))
     assert finish(api.split, model, out).resumed_files == 3
     assert contents(out) == expected
 
