@@ -18,6 +18,7 @@ Shapes: S queries, T tokens, H heads, E = rank + rope (one cached token), K entr
 from typing import Any
 
 import tilelang.language as T  # noqa: N812
+from tilelang.layout import make_swizzled_layout
 
 from mla_convert.runtime.kernels._common import LOG2E
 from mla_convert.runtime.kernels._sparse_mla import BLOCK
@@ -49,6 +50,23 @@ __device__ __forceinline__ void mla_exchange(bool second, int lanes, float* a, f
     const float got = __shfl_xor_sync(0xffffffffu, second ? a[k] : b[k], lanes);
     a[k] = second ? got : a[k];
     b[k] = second ? b[k] : got;
+  }
+}
+
+// The A operand of wgmma, keys by heads, from 64 x 64 heads by keys in shared memory under the 128-byte swizzle.
+template <typename Element>
+__device__ __forceinline__ void mla_load_transposed(Element* fragment, const Element* source) {
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+  const int chunk = (warp * 2 + ((lane >> 3) & 1)) ^ (lane & 7), head = (lane & 7) + (lane >> 4) * 8;
+  unsigned* to = reinterpret_cast<unsigned*>(fragment);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const unsigned from =
+        static_cast<unsigned>(__cvta_generic_to_shared(source + (k * 16 + head) * 64 + chunk * 8));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[k * 4]), "=r"(to[k * 4 + 1]), "=r"(to[k * 4 + 2]), "=r"(to[k * 4 + 3])
+                 : "r"(from)
+                 : "memory");
   }
 }
 
@@ -165,14 +183,24 @@ def backward(tiles: int, rank: int, rope: int, dtype: str, slots: bool) -> Any:
         T.cp_async_barrier_noinc(full[1])
         T.barrier_arrive(full[1])  # in release order, for the targets
 
-    def product(c, q_rank, q_rope, do_sh, p_sh, ds_sh, acc):
+    def product(c, q_rank, q_rope, do_sh, p_t, ds_t, acc):
         """64 columns of dKV: values and keys share the first ``rank`` of them, those behind are rotary."""
         if c * 64 < rank:
             columns = slice(c * 64, c * 64 + 64)
-            T.evaluate(T.wgmma_gemm(ds_sh, q_rank[:, columns], acc, transpose_A=True, clear_accum=True))
-            T.evaluate(T.wgmma_gemm(p_sh, do_sh[:, columns], acc, transpose_A=True))
+            T.evaluate(T.wgmma_gemm(ds_t, q_rank[:, columns], acc, clear_accum=True))
+            T.evaluate(T.wgmma_gemm(p_t, do_sh[:, columns], acc))
         else:
-            T.evaluate(T.wgmma_gemm(ds_sh, q_rope, acc, transpose_A=True, clear_accum=True))
+            T.evaluate(T.wgmma_gemm(ds_t, q_rope, acc, clear_accum=True))
+
+    def transposed(source, fragment):
+        T.evaluate(
+            T.call_extern(
+                "handle",
+                "mla_load_transposed",
+                T.access_ptr(fragment[0, 0], "w", 32),
+                T.access_ptr(source[0, 0], "r", 64 * BLOCK),
+            )
+        )
 
     def add(c, acc, target, s, dKV):
         T.evaluate(
@@ -186,20 +214,19 @@ def backward(tiles: int, rank: int, rope: int, dtype: str, slots: bool) -> Any:
             )
         )
 
-    def scatter_all(q_rank, q_rope, do_sh, p_sh, ds_sh, acc0, acc1, target, s, p_free, kv_free, dKV):
+    def scatter_all(q_rank, q_rope, do_sh, p_t, ds_t, acc0, acc1, target, s, kv_free, dKV):
         """Every chunk of dKV, one product ahead of the additions; dQ's product is in flight at the start."""
         accs = (acc0, acc1)
         chunks = width // 64
-        product(0, q_rank, q_rope, do_sh, p_sh, ds_sh, accs[0])
+        product(0, q_rank, q_rope, do_sh, p_t, ds_t, accs[0])
         T.evaluate(T.wait_wgmma(2))
         T.evaluate(T.barrier_arrive(kv_free))
         for c in range(chunks):
             if c + 1 < chunks:
-                product(c + 1, q_rank, q_rope, do_sh, p_sh, ds_sh, accs[(c + 1) % 2])
+                product(c + 1, q_rank, q_rope, do_sh, p_t, ds_t, accs[(c + 1) % 2])
                 T.evaluate(T.wait_wgmma(2 if (c + 1) * 64 < rank else 1))
             else:
                 T.evaluate(T.wait_wgmma(0))
-                T.evaluate(T.barrier_arrive(p_free))
             add(c, accs[c % 2], target, s, dKV)
 
     @T.prim_func
@@ -240,9 +267,12 @@ def backward(tiles: int, rank: int, rope: int, dtype: str, slots: bool) -> Any:
             acc0 = T.alloc_fragment([BLOCK, 64], "float32")
             acc1 = T.alloc_fragment([BLOCK, 64], "float32")
             # TileLang cannot tell from a call to its own C++ how a fragment lies: as wgmma leaves it.
+            p_t = T.alloc_fragment([BLOCK, 64], dtype)
+            ds_t = T.alloc_fragment([BLOCK, 64], dtype)
             T.annotate_layout(
-                {acc: T.Fragment(acc.shape, forward_fn=accumulator_place) for acc in (acc0, acc1)}
+                {f: T.Fragment(f.shape, forward_fn=accumulator_place) for f in (acc0, acc1, p_t, ds_t)}
             )
+            T.annotate_layout({tile: make_swizzled_layout(tile) for tile in (p_sh, ds_sh)})
             index = T.alloc_local([4], "int32")
             row = T.alloc_var("int32")
             first = T.alloc_var("int32")
@@ -252,7 +282,7 @@ def backward(tiles: int, rank: int, rope: int, dtype: str, slots: bool) -> Any:
             full = T.alloc_barrier([128, 256])
             ds_full = T.alloc_barrier([128])
             kv_free = T.alloc_barrier([256])
-            p_free = T.alloc_barrier([128])
+            q_free = T.alloc_barrier([128])
 
             thread = T.get_thread_binding()
             row = block // tiles
@@ -306,7 +336,6 @@ def backward(tiles: int, rank: int, rope: int, dtype: str, slots: bool) -> Any:
                         score[h, j] = score[h, j] * share[h]
                     T.copy(score, p)
                     T.copy(dp, ds)
-                    T.barrier_wait(p_free[0], (i & 1) ^ 1)
                     T.copy(p, p_sh)
                     T.copy(ds, ds_sh)
                     T.fence_proxy_async()
@@ -323,8 +352,7 @@ def backward(tiles: int, rank: int, rope: int, dtype: str, slots: bool) -> Any:
                             KV, index, kv_rank, kv_rope, target, (i + 1) % 2, tokens,
                             block * entries + (i + 1) * BLOCK, thread, full,
                         )  # fmt: skip
-                if count > 0:
-                    T.barrier_wait(p_free[0], (count & 1) ^ 1)
+                T.barrier_wait(q_free[0], 0)
                 T.copy(dq0, q_rank[:, :first_left])
                 if left > first_left:
                     T.copy(dq1, q_rank[:, first_left:left])
@@ -345,21 +373,13 @@ def backward(tiles: int, rank: int, rope: int, dtype: str, slots: bool) -> Any:
                     T.wgmma_gemm(ds_sh, kv_rank[:, left:], dq2)
                     if rope > 0:
                         T.wgmma_gemm(ds_sh, kv_rope, dq3)
+                    transposed(p_sh, p_t)
+                    transposed(ds_sh, ds_t)
                     scatter_all(
-                        q_rank,
-                        q_rope,
-                        do_sh,
-                        p_sh,
-                        ds_sh,
-                        acc0,
-                        acc1,
-                        target,
-                        i % 2,
-                        p_free[0],
-                        kv_free[0],
-                        DKV,
+                        q_rank, q_rope, do_sh, p_t, ds_t, acc0, acc1, target, i % 2, kv_free[0], DKV
                     )
                 T.sync_threads(9, 128)  # every warp's products have read Q
+                T.barrier_arrive(q_free[0])
                 T.copy(dq2, q_rank[:, left:])
                 if rope > 0:
                     T.copy(dq3, q_rope)
