@@ -230,7 +230,10 @@ class _Verification:
             theirs = original.catalogue.config
             add(
                 structure.check_config(
-                    config.value if config else None, theirs.value if theirs else None, "the original"
+                    config.value if config else None,
+                    theirs.value if theirs else None,
+                    "the original",
+                    dequantised=structure.lost_all_scales(ours.catalogue.tensors, original.catalogue.tensors),
                 )
             )
         elif self.manifest is not None and self.manifest.operation != "reshard":
@@ -238,7 +241,8 @@ class _Verification:
             add(structure.check_inventory(ours.catalogue, ours.blocks.values(), specs, "the manifest"))
             if config:
                 before = structure.original_config(self.manifest, config.name)
-                add(structure.check_config(config.value, before, "the manifest"))
+                lost = structure.lost_all_scales(ours.catalogue.tensors, specs)
+                add(structure.check_config(config.value, before, "the manifest", dequantised=lost))
 
     def _dequantised(self, ours: _Side, original: _Side) -> set[str]:
         """The weights that ``reshard --dequantize`` made BF16, if that is what made this checkpoint."""

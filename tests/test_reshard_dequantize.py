@@ -18,6 +18,7 @@ from mla_convert.geometry import Layout
 from mla_convert.manifest import read_manifest
 from mla_convert.shard import Experts
 from mla_convert.sharding import ReshardOptions
+from mla_convert.verify import VerifyOptions, verify
 from mla_convert.whole import Format, open_whole
 
 #: Blocks that no border of two ranks cuts, but some border of four ranks does.
@@ -178,7 +179,15 @@ def test_where_nothing_is_quantised_any_more(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", MODEL, tensors)
     target = reshard(source, 4, "t", dequantize=True, experts=Experts.TP)
     assert not [name for name in load(target / "rank0-of-4") if "scale" in name]
-    assert "quantization_config" not in json.loads((target / "config.json").read_bytes())
+    config = json.loads((target / "config.json").read_bytes())
+    assert "quantization_config" not in config
+    options = VerifyOptions(layers=(0,), tokens=32, record=False)
+    outcome = [c.passed for c in verify(target, source, options).checks if c.name == "config"]
+    assert outcome == [True]
+    config["quantization_config"] = config_of(MODEL)["quantization_config"]
+    (target / "config.json").write_text(json.dumps(config))
+    outcome = [c.passed for c in verify(target, source, options).checks if c.name == "config"]
+    assert outcome == [False]
 
 
 def test_the_manifest_keeps_what_is_lost(tmp_path: Path) -> None:

@@ -7,7 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from mla_convert.catalogue import Catalogue
-from mla_convert.formats.huggingface_edit import mark_layout, set_module_blocks, without_skip_lists
+from mla_convert.formats.huggingface_edit import (
+    drop_quantization,
+    mark_layout,
+    set_module_blocks,
+    without_skip_lists,
+)
 from mla_convert.formats.safetensors import parse_header
 from mla_convert.geometry import AttentionBlock, Layout
 from mla_convert.manifest import Manifest, sha256_of
@@ -85,6 +90,13 @@ def without_scales(expected: Mapping[str, TensorSpec], dequantised: Collection[s
     }
 
 
+def lost_all_scales(ours: Iterable[str], theirs: Iterable[str]) -> bool:
+    """The other checkpoint's tensors include scales, and ours do not."""
+    fields = (*SCALE_FIELDS, *SHARED_FIELDS)
+    one, other = ({name.rpartition(".")[2] for name in names} for names in (ours, theirs))
+    return not other.isdisjoint(fields) and one.isdisjoint(fields)
+
+
 def expected_specs(manifest: Manifest, catalogue: Catalogue) -> dict[str, TensorSpec]:
     """The original's tensors as far as a manifest knows them: rewritten files from their original headers.
 
@@ -102,15 +114,30 @@ def expected_specs(manifest: Manifest, catalogue: Catalogue) -> dict[str, Tensor
     return specs
 
 
-def check_config(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None, source: str) -> Check:
-    """The configurations agree in everything that a conversion does not edit."""
+def check_config(
+    ours: Mapping[str, Any] | None,
+    theirs: Mapping[str, Any] | None,
+    source: str,
+    *,
+    dequantised: bool,
+) -> Check:
+    """The configurations agree in everything that a conversion does not edit.
+
+    Args:
+        ours, theirs: The two configurations.
+        source: Whose the other one is, in words.
+        dequantised: No weight has scales any more, so ours should not say that weights are quantised.
+    """
     if ours is None or theirs is None:
         if ours is None and theirs is None:
             return Check(LEVEL, "config", None, "there is no config.json")
         return Check(
             LEVEL, "config", False, f"config.json is only in {'the original' if ours is None else 'this one'}"
         )
-    differing = sorted(_differences(_comparable(ours), _comparable(theirs), ""))
+    expected = _comparable(theirs)
+    if dequantised:
+        drop_quantization(expected)
+    differing = sorted(_differences(_comparable(ours), expected, ""))
     if not differing:
         return Check(LEVEL, "config", True, f"says the same as in {source}")
     return Check(LEVEL, "config", False, f"{len(differing)} fields differ from {source}", tuple(differing))
