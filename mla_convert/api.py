@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mla_convert import storage
+from mla_convert import output_folder
 from mla_convert.catalogue import Catalogue, OtherFile, SourceFile
 from mla_convert.combining import CombineOptions, plan_combine
 from mla_convert.engine import RunOptions, RunReport, run_plan
@@ -451,12 +451,12 @@ def _pinned(command: str | None, checkpoint: HubCheckpoint) -> str | None:
 
 def _check_space(checkpoint: HubCheckpoint, plan: Plan, target: Path) -> None:
     """Refuse before a long download what is known not to fit; the engine looks again, with all details."""
-    if storage.on_same_disk(checkpoint.root, target.parent):
+    if output_folder.on_same_disk(checkpoint.root, target.parent):
         checkpoint.check_space(more=sum(tensor.spec.nbytes for tensor in plan.changed))
         return
     checkpoint.check_space()
     if not staging_folder(target).exists():  # else part of it is there already
-        storage.preflight(target.parent, plan.bytes_total)
+        output_folder.preflight(target.parent, plan.bytes_total)
 
 
 @contextmanager

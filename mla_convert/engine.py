@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from mla_convert import storage
+from mla_convert import output_folder, storage
 from mla_convert.catalogue import OtherFile, SourceFile
 from mla_convert.errors import (
     BadInputError,
@@ -161,7 +161,7 @@ class _Run:
         self._way = self._best_way()
         if self.ranks.leads:
             self._check_guards()
-            storage.preflight(self.staging.target.parent, self._space_needed())
+            output_folder.preflight(self.staging.target.parent, self._space_needed())
         try:
             with self._signals():
                 jobs = self._jobs(self._dealt())

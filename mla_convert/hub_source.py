@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from mla_convert import storage
+from mla_convert import output_folder, storage
 from mla_convert.catalogue import OtherFile, SourceFile
 from mla_convert.errors import BadInputError, HubError, InterruptedRunError, LocalIOError, UsageError
 from mla_convert.formats.huggingface import (
@@ -231,8 +231,8 @@ class HubCheckpoint:
         transfer, cache = sum(map(self._transfer, self.missing())), cache_folder(self.asked).parent
         if not transfer:
             return
-        storage.ensure_writable(cache)
-        free = storage.free_bytes(cache)
+        output_folder.ensure_writable(cache)
+        free = output_folder.free_bytes(cache)
         if free is None or transfer + more <= free:
             return
         output = f", and the output {human_bytes(more)}" if more else ""

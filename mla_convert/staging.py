@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from mla_convert import __version__, storage
+from mla_convert import __version__, output_folder, storage
 from mla_convert.errors import BadInputError, CannotError, LocalIOError, UsageError
 from mla_convert.formats.huggingface import MANIFEST_NAME
 from mla_convert.journal import FLUSHED_BYTES, Journal, JournalEntry, read_journal
@@ -34,7 +34,7 @@ def check_target(source: Path, target: Path, *, overwrite: bool) -> None:
         UsageError: The output is the input, inside it or around it; or it holds what may not be replaced.
         LocalIOError: It cannot be written to.
     """
-    relation = storage.same_or_nested(target, source)
+    relation = output_folder.same_or_nested(target, source)
     if relation and not (relation == "inside" and source.is_file()):
         where = {"same": "is", "inside": "lies inside", "around": "contains"}[relation]
         raise UsageError(
@@ -55,7 +55,7 @@ def check_target(source: Path, target: Path, *, overwrite: bool) -> None:
         is_ours = (target / MANIFEST_NAME).is_file()
     if not is_ours:
         check_replaceable(target, overwrite=overwrite)
-    storage.ensure_writable(target.parent)
+    output_folder.ensure_writable(target.parent)
 
 
 def check_replaceable(target: Path, *, overwrite: bool) -> None:
@@ -200,9 +200,9 @@ class Staging:
 
     # Opening
 
-    def _lock_of(self, rank: int) -> storage.Lock:
+    def _lock_of(self, rank: int) -> output_folder.Lock:
         name = f".{self.target.name}.mla-convert-lock" + (f".{rank}" if rank else "")
-        return storage.Lock(self.target.parent / name, subject=self.target)
+        return output_folder.Lock(self.target.parent / name, subject=self.target)
 
     def _lead(self) -> None:
         self._refuse_strays()
@@ -348,7 +348,7 @@ class Staging:
         with storage.os_errors(self.target, "replace"):
             if self.target.is_dir() and not any(self.target.iterdir()):
                 self.target.rmdir()
-        old = storage.publish_directory(self.files, self.target, replace=self._overwrite)
+        old = output_folder.publish_directory(self.files, self.target, replace=self._overwrite)
         return [path for path in (old, self.root) if path is not None and not _removed(path)]
 
 

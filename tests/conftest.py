@@ -1,5 +1,41 @@
-"""One thread a process: the tests run side by side, and small tensors gain nothing from more."""
+"""Fixtures that several modules share. One thread a process: tests run side by side, and small tensors gain nothing."""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+from filesystems import Descriptors, tmpfs, xfs
+
+
+@pytest.fixture(scope="module")
+def xfs_root() -> Iterator[Path]:
+    with xfs() as root:
+        yield root
+
+
+@pytest.fixture
+def tiny() -> Iterator[Path]:
+    with tmpfs("1m") as root:
+        yield root
+
+
+@pytest.fixture(params=["native", "xfs"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """An empty folder on the machine's own file system, then on XFS."""
+    if request.param == "native":
+        yield tmp_path
+        return
+    place = request.getfixturevalue("xfs_root") / tmp_path.name
+    place.mkdir()
+    yield place
+
+
+@pytest.fixture
+def opened() -> Iterator[Descriptors]:
+    descriptors = Descriptors()
+    yield descriptors
+    for fd in descriptors.opened:
+        os.close(fd)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import fcntl
 import os
 import pickle
+import random
 import shutil
 import struct
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +21,12 @@ from typing import TypeVar
 
 import pytest
 
+from mla_convert.errors import ExitCode
+from mla_convert.storage import FileSystemError
+
 NOBODY = 65534
+BLOCK = 4096
+MIB = 1 << 20
 Result = TypeVar("Result")
 
 _FS_IOC_FIEMAP = 0xC020660B
@@ -138,3 +145,55 @@ def shared_bytes(path: Path) -> int:
         _, _, length, _, _, flags = struct.unpack_from("=QQQQQL", request, 32 + 56 * index)
         total += length if flags & _EXTENT_SHARED else 0
     return total
+
+
+def ignore(count: int) -> None:
+    pass
+
+
+def noise(size: int, seed: int = 0) -> bytes:
+    """Bytes without zeros or repeats worth speaking of, so that a hole or a shift shows."""
+    return bytes(byte or 1 for byte in random.Random(seed).randbytes(size))
+
+
+def file_of(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+class Descriptors:
+    """Opens files for a test and closes them after it."""
+
+    def __init__(self) -> None:
+        self.opened: list[int] = []
+
+    def __call__(self, path: Path | str, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+        self.opened.append(os.open(path, flags, 0o666))
+        return self.opened[-1]
+
+
+def fails(code: int, call: Callable[[], object]) -> FileSystemError:
+    """The error that ``call`` raises, which must carry errno ``code`` and exit 5."""
+    with pytest.raises(FileSystemError) as caught:
+        call()
+    assert caught.value.errno == code
+    assert caught.value.exit_code == ExitCode.LOCAL_IO
+    return caught.value
+
+
+@contextmanager
+def meanwhile(look: Callable[[], None]) -> Iterator[None]:
+    """Call ``look`` over and over in another thread."""
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.is_set():
+            look()
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        watcher.join()

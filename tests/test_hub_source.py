@@ -658,7 +658,7 @@ def test_a_token_that_cannot_be_sent(fails: Callable[..., str], hub: FakeHub) ->
 def test_what_does_not_fit_is_not_begun(
     fails: Callable[..., str], hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mla_convert.storage.free_bytes", lambda path: 50_000)
+    monkeypatch.setattr("mla_convert.output_folder.free_bytes", lambda path: 50_000)
     stderr = fails(5, "split", SOURCE)
     assert re.search(r"has 50\.00 kB \(50 000 bytes\) free; downloading the rest of .* needs \d", stderr)
     assert "or set HF_HOME to a folder on a larger disk" in stderr
@@ -668,7 +668,7 @@ def test_what_does_not_fit_is_not_begun(
 def test_a_disk_that_fills_up(
     fails: Callable[..., str], hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mla_convert.storage.free_bytes", lambda path: None)
+    monkeypatch.setattr("mla_convert.output_folder.free_bytes", lambda path: None)
     with filesystems.tmpfs("128k") as disk:
         stderr = fails(5, "split", SOURCE, HF_HOME=str(disk))
         assert "error: cannot write to " in stderr

@@ -24,7 +24,7 @@ from checkpoints import unflushed  # noqa: F401
 from conversions import contents, environment, leftovers, memory_folder, run, write_checkpoint
 from sharded_models import MODELS, write_model
 
-from mla_convert import api, engine, meeting, ranks, storage
+from mla_convert import api, engine, meeting, output_folder, ranks
 from mla_convert.cli import main
 from mla_convert.engine import RunOptions
 from mla_convert.errors import LocalIOError, UsageError
@@ -351,7 +351,7 @@ def test_rank_0_never_comes(source: Path, tmp_path: Path) -> None:
 
 def test_no_second_run_while_a_rank_is_left(source: Path, tmp_path: Path) -> None:
     """Rank 0 died, and rank 5 of its run has not noticed yet: it may still be writing."""
-    with storage.Lock(tmp_path / ".out.mla-convert-lock.5", subject=tmp_path / "out"):
+    with output_folder.Lock(tmp_path / ".out.mla-convert-lock.5", subject=tmp_path / "out"):
         pids = f"process {os.getpid()} on {socket.gethostname()}"
         done = run(*words(source))
         assert done.returncode == 5
@@ -367,7 +367,7 @@ def test_no_second_run_while_a_rank_is_left(source: Path, tmp_path: Path) -> Non
 
 
 def test_a_single_run_keeps_ranks_out(source: Path, tmp_path: Path) -> None:
-    with storage.Lock(tmp_path / ".out.mla-convert-lock", subject=tmp_path / "out"):
+    with output_folder.Lock(tmp_path / ".out.mla-convert-lock", subject=tmp_path / "out"):
         ended = together(words(source), 2)
     assert codes(ended) == [5, 5]
     assert "is being written by process" in ended[0].err

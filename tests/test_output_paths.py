@@ -210,7 +210,7 @@ def test_a_failed_overwrite_leaves_the_old_output(
     def fail(*_: object, **__: object) -> None:
         raise LocalIOError("no")
 
-    monkeypatch.setattr(staging.storage, "publish_directory", fail)
+    monkeypatch.setattr(staging.output_folder, "publish_directory", fail)
     with pytest.raises(LocalIOError, match="no"):
         split(model, out, SplitOptions(keep_combined=True), overwrite=True)
     assert contents(out) == before

@@ -390,7 +390,7 @@ def test_a_run_that_finished_nothing_leaves_nothing(
     def full(*arguments: object) -> None:
         raise LocalIOError("full")
 
-    monkeypatch.setattr(engine.storage, "preflight", full)
+    monkeypatch.setattr(engine.output_folder, "preflight", full)
     with pytest.raises(LocalIOError, match="full"):
         api.split(model, out)
     assert sorted(path.name for path in out.parent.iterdir()) == ["model"]
