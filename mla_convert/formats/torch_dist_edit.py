@@ -16,11 +16,11 @@ from mla_convert.formats.torch_dist_metadata import (
 )
 from mla_convert.tensors import TensorSpec
 
-_METADATA = "torch.distributed.checkpoint.metadata"
+METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _SIZE = Global("torch", "Size")
-_CHUNK = Global(_METADATA, "ChunkStorageMetadata")
-_INDEX = Global(_METADATA, "MetadataIndex")
-_BYTES = Global(_METADATA, "BytesStorageMetadata")
+CHUNK = Global(METADATA_MODULE, "ChunkStorageMetadata")
+_INDEX = Global(METADATA_MODULE, "MetadataIndex")
+BYTES = Global(METADATA_MODULE, "BytesStorageMetadata")
 _PLACE = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 
 
@@ -71,7 +71,7 @@ def edit_metadata(metadata: DistMetadata, edits: Edits, where: str) -> bytes:
         for tensor in edits.tensors.get(key, ()):
             new[tensor.spec.name] = _described(tensor, described[tensor.like])
         for name in edits.objects.get(key, ()):
-            new[name] = Instance(_BYTES)
+            new[name] = Instance(BYTES)
     stored: dict[Instance, Instance] = {}
     for (key, _), (index, place) in metadata.stored.items():
         if key in edits.renamed:
@@ -81,10 +81,10 @@ def edit_metadata(metadata: DistMetadata, edits: Edits, where: str) -> bytes:
     for tensors in edits.tensors.values():
         for tensor in tensors:
             for chunk in tensor.chunks:
-                stored[_index(tensor.spec.name, chunk.offsets)] = _place(chunk.item)
+                stored[metadata_index(tensor.spec.name, chunk.offsets)] = storage_info(chunk.item)
     for objects in edits.objects.values():
         for name, item in objects.items():
-            stored[_index(name, None)] = _place(item)
+            stored[metadata_index(name, None)] = storage_info(item)
     state = {**metadata.root.state, "state_dict_metadata": new, "storage_data": stored}
     if isinstance(state.get("planner_data"), dict):
         state["planner_data"] = _kept(state["planner_data"], edits)
@@ -106,22 +106,25 @@ def _kept(data: Mapping[str, object], edits: Edits) -> dict[str, object]:
 
 def _described(tensor: NewTensor, like: Instance) -> Instance:
     chunks = [
-        Instance(_CHUNK, state={"offsets": _size(chunk.offsets), "sizes": _size(chunk.sizes)})
+        Instance(CHUNK, state={"offsets": torch_size(chunk.offsets), "sizes": torch_size(chunk.sizes)})
         for chunk in tensor.chunks
     ]
-    return replace(like, state={**like.state, "size": _size(tensor.spec.shape), "chunks": chunks})
+    return replace(like, state={**like.state, "size": torch_size(tensor.spec.shape), "chunks": chunks})
 
 
-def _size(numbers: Sequence[int]) -> Instance:
+def torch_size(numbers: Sequence[int]) -> Instance:
+    """A ``torch.Size``."""
     return Instance(_SIZE, (tuple(numbers),), is_call=True)
 
 
-def _index(key: str, offsets: tuple[int, ...] | None) -> Instance:
-    place = {} if offsets is None else {"offset": _size(offsets)}
+def metadata_index(key: str, offsets: tuple[int, ...] | None) -> Instance:
+    """The key of a chunk that begins at ``offsets``, or of an object, in the table of what is stored where."""
+    place = {} if offsets is None else {"offset": torch_size(offsets)}
     return Instance(_INDEX, state={"fqn": key, **place, "index": None})
 
 
-def _place(item: Item) -> Instance:
+def storage_info(item: Item) -> Instance:
+    """Where an item is stored."""
     return Instance(_PLACE, state={"relative_path": item.file, "offset": item.offset, "length": item.length})
 
 

@@ -8,7 +8,14 @@ from typing import Any
 from mla_convert.errors import CannotError
 from mla_convert.formats.pickle_writing import write_pickle
 from mla_convert.formats.pickles import Global, Instance
-from mla_convert.formats.torch_dist_edit import _BYTES, _CHUNK, _METADATA, _index, _place, _size
+from mla_convert.formats.torch_dist_edit import (
+    BYTES,
+    CHUNK,
+    METADATA_MODULE,
+    metadata_index,
+    storage_info,
+    torch_size,
+)
 from mla_convert.formats.torch_dist_metadata import Chunk, Item
 from mla_convert.formats.torch_save import TORCH_DTYPES
 from mla_convert.tensors import TensorSpec
@@ -31,14 +38,14 @@ def new_metadata(
     for spec, chunks in tensors:
         listed = []
         for chunk in chunks:
-            sizes = {"offsets": _size(chunk.offsets), "sizes": _size(chunk.sizes)}
-            listed.append(Instance(_CHUNK, state=sizes))
-            stored[_index(spec.name, chunk.offsets)] = _place(chunk.item)
-        fields = {"properties": _properties(spec), "size": _size(spec.shape), "chunks": listed}
-        described[spec.name] = Instance(Global(_METADATA, "TensorStorageMetadata"), state=fields)
+            sizes = {"offsets": torch_size(chunk.offsets), "sizes": torch_size(chunk.sizes)}
+            listed.append(Instance(CHUNK, state=sizes))
+            stored[metadata_index(spec.name, chunk.offsets)] = storage_info(chunk.item)
+        fields = {"properties": _properties(spec), "size": torch_size(spec.shape), "chunks": listed}
+        described[spec.name] = Instance(Global(METADATA_MODULE, "TensorStorageMetadata"), state=fields)
     for key, item in objects.items():
-        described[key] = Instance(_BYTES)
-        stored[_index(key, None)] = _place(item)
+        described[key] = Instance(BYTES)
+        stored[metadata_index(key, None)] = storage_info(item)
     state: dict[str, Any] = {
         "state_dict_metadata": described,
         "planner_data": None,
@@ -46,7 +53,7 @@ def new_metadata(
         "storage_meta": None,
         "version": "1.0.0",
     }
-    return write_pickle(Instance(Global(_METADATA, "Metadata"), state=state), where)
+    return write_pickle(Instance(Global(METADATA_MODULE, "Metadata"), state=state), where)
 
 
 def _properties(spec: TensorSpec) -> Instance:
@@ -54,6 +61,6 @@ def _properties(spec: TensorSpec) -> Instance:
     if dtype is None:
         raise CannotError(f"{spec.name}: PyTorch has no dtype {spec.dtype}")
     layout = Instance(Global("torch.serialization", "_get_layout"), ("torch.strided",), is_call=True)
-    order = Instance(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (_CONTIGUOUS,), is_call=True)
+    order = Instance(Global(METADATA_MODULE, "_MEM_FORMAT_ENCODING"), (_CONTIGUOUS,), is_call=True)
     state = (Global("torch", dtype), layout, False, order, False)
-    return Instance(Global(_METADATA, "TensorProperties"), state=state)
+    return Instance(Global(METADATA_MODULE, "TensorProperties"), state=state)
