@@ -27,6 +27,7 @@ from mla_convert.tensors import TensorSpec
 from mla_convert.verification import numbers, rows, structure
 from mla_convert.verification.numbers import NumbersSettings
 from mla_convert.verification.processes import RealRanks
+from mla_convert.verification.readers import reader_of
 from mla_convert.verification.result import Check, VerifyReport
 from mla_convert.verification.settings import (
     Pair,
@@ -36,7 +37,7 @@ from mla_convert.verification.settings import (
     largest_topk,
     make_settings,
 )
-from mla_convert.verification.sharded import ShardedReader, check_ranks, is_sharded, load, reader_of
+from mla_convert.verification.sharded import ShardedReader, check_ranks, is_sharded, load
 from mla_convert.verification.weights import LoadedBlock, TensorReader, block_spec, load_block
 from mla_convert.whole import Whole, open_whole
 
@@ -236,7 +237,7 @@ class _Verification:
                     dequantised=structure.lost_all_scales(ours.catalogue.tensors, original.catalogue.tensors),
                 )
             )
-        elif self.manifest is not None and self.manifest.operation != "reshard":
+        elif self.manifest is not None and self._knows_original(ours):
             specs = structure.expected_specs(self.manifest, ours.catalogue)
             add(structure.check_inventory(ours.catalogue, ours.blocks.values(), specs, "the manifest"))
             if config:
@@ -244,10 +245,15 @@ class _Verification:
                 lost = structure.lost_all_scales(ours.catalogue.tensors, specs)
                 add(structure.check_config(config.value, before, "the manifest", dequantised=lost))
 
+    def _knows_original(self, ours: _Side) -> bool:
+        """The manifest has the original's headers and configuration, as it has where those are Hugging Face's."""
+        is_edited = self.manifest is not None and self.manifest.operation != "reshard"
+        return is_edited and not ours.whole.format.is_megatron
+
     def _dequantised(self, ours: _Side, original: _Side) -> set[str]:
         """The weights that ``reshard --dequantize`` made BF16, if that is what made this checkpoint."""
-        made = self.manifest.value.get("options", {}) if self.manifest else {}
-        if not is_sharded(ours.whole) or made.get("dequantize") is None:
+        made = self.manifest.value if self.manifest else {}
+        if made.get("operation") != "reshard" or made.get("options", {}).get("dequantize") is None:
             return set()
         return structure.dequantised_weights(ours.catalogue, _specs_of(original))
 
@@ -255,7 +261,7 @@ class _Verification:
 
         add = self.report.checks.append
         reader = ours.reader()
-        if isinstance(reader, ShardedReader):
+        if isinstance(reader, ShardedReader) and (is_sharded(ours.whole) or ours.whole.replicas):
             add(check_ranks(reader))
         if original is not None:
             theirs = original.reader()

@@ -226,6 +226,12 @@ def _walk(root: Path, prefix: str) -> Iterator[str]:
 # A rank's file
 
 
+def model_names(state: Mapping[Any, Any]) -> list[str]:
+    """The keys of the models in a rank's file, in the order of virtual pipeline stages."""
+    found = {name: m[1] for name in state if type(name) is str and (m := _MODEL.fullmatch(name))}
+    return sorted(found, key=lambda name: int(found[name] or 0))
+
+
 def _read_rank(
     root: Path, file: str
 ) -> tuple[tuple[Mapping[str, SourceTensor], ...], tuple[frozenset[str], ...], Mapping[str, Any], bool]:
@@ -236,11 +242,11 @@ def _read_rank(
         value = archive.value(RANK_GLOBALS)
         if type(value) is not dict:
             raise BadInputError(f"{path} is no dictionary, as a rank's file must be")
-        models = {name: found[1] for name in value if type(name) is str and (found := _MODEL.fullmatch(name))}
+        models = model_names(value)
         if not models:
             raise BadInputError(f"{path} holds no model, only {', '.join(map(str, value))[:200]}")
         chunks, states = [], []
-        for name in sorted(models, key=lambda name: int(models[name] or 0)):
+        for name in models:
             tensors, with_state = _model(archive, value[name], file, path)
             chunks.append(tensors)
             states.append(with_state)

@@ -85,6 +85,7 @@ class MegatronSource:
         unresolved: Why the indexer's rows could not be brought in Hugging Face's order; None if they are.
         layout: How its ranks are laid out, in the older format.
         rows: The order of its indexer's rows, if it has one and tells.
+        indexer_change: How those come into Hugging Face's order; None if they are in it, or nothing tells.
         folder: The iteration's folder below the save folder; empty if the iteration itself was given.
     """
 
@@ -96,6 +97,7 @@ class MegatronSource:
     unresolved: CannotError | None = None
     layout: RankLayout | None = None
     rows: IndexerRows | None = None
+    indexer_change: IndexerChange | None = None
     folder: str = ""
 
 
@@ -239,6 +241,7 @@ def as_huggingface(
         unresolved,
         layout,
         rows_now,
+        change,
     )
 
 

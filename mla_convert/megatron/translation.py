@@ -77,7 +77,7 @@ def to_huggingface(
     for name, spec in specs.items():
         pieces: Iterable[Copy] = made_of[name]
         targets = dictionary.to_huggingface(name) or ()
-        if indexer and _is_indexer_rows(name):
+        if indexer and is_indexer_rows(name):
             pieces = compose(_permuted(name, specs, indexer), {name: list(pieces)})
         pieces = tuple(pieces)
         if not spec.shape or spec.shape[0] % len(targets):
@@ -99,7 +99,8 @@ def to_huggingface(
     return found
 
 
-def _is_indexer_rows(name: str) -> bool:
+def is_indexer_rows(name: str) -> bool:
+    """True for a tensor of the indexer whose rows have an order that changed between releases."""
     module = name.rpartition(".")[0]
     return ".core_attention.indexer." in name and module.rpartition(".")[2] in INDEXER_MODULES
 

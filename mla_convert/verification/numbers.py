@@ -243,7 +243,7 @@ def _compare_selection(
     """The converted block's selection, by the backend in the compute dtype, against the float64 one.
 
     The limit is what the original's own selection in that dtype misses, times a factor: rounding moves keys that
-    lie near the threshold, and only those.
+    lie near the threshold, and only those. Weights that a conversion rounded to BF16 are rounded there, too.
     """
     if converted.spec.indexer is None or original.spec.indexer is None:
         raise CannotError(
@@ -258,7 +258,8 @@ def _compare_selection(
     finite = scores.masked_fill(scores.isneginf(), torch.nan)
     spread = (finite - finite.nanmean(-1, keepdim=True)).square().nanmean().sqrt()
     floor = SELECTION_FLOORS[settings.dtype] * float(spread)
-    by_reference = select(original, reference.indexer_select, original.spec.indexer.topk)
+    rounded = original.rounded_like(converted)
+    by_reference = select(rounded, reference.indexer_select, original.spec.indexer.topk)
     own = reference.selection_agreement(scores, by_reference, expected, floor)
     chosen = select(converted, settings.backend.indexer_select, converted.spec.indexer.topk)
     tolerance = max(floor, FACTOR * own.worst_gap)

@@ -30,7 +30,8 @@ from mla_convert.runtime.dispatch import Backend, Requested, resolve_backend
 from mla_convert.runtime.parallel import all_gather, all_reduce, reduce_scatter
 from mla_convert.verification.absorbed import Grid, Outcome, RankPart, Totals, sum_dtype, swapped
 from mla_convert.verification.cases import Case, Draw, make_case
-from mla_convert.verification.sharded import ShardedReader, load_one_rank, reader_of
+from mla_convert.verification.readers import reader_of
+from mla_convert.verification.sharded import ShardedReader, is_sharded, load_one_rank
 from mla_convert.verification.weights import LoadedBlock, TensorReader, block_spec, load_block
 from mla_convert.whole import open_whole
 
@@ -188,7 +189,7 @@ class RealRanks:
         blocks = find_blocks(reader.catalogue, trust_shapes=order.trust_shapes)
         block = next(block for block in blocks if block.prefix == order.prefix)
         spec = block_spec(reader.catalogue, block)
-        if isinstance(reader, ShardedReader):
+        if isinstance(reader, ShardedReader) and is_sharded(reader.whole):
             return load_one_rank(reader, block, spec, self.rank % self.grid.tp, self.device)
         return load_block(reader, block, spec, self.device)
 

@@ -16,11 +16,11 @@ from mla_convert.catalogue import Catalogue, SourceTensor
 from mla_convert.errors import BadInputError
 from mla_convert.formats.deepseek import from_deepseek
 from mla_convert.geometry import AttentionBlock
+from mla_convert.plan import Replicas
 from mla_convert.quant import SCALE_FIELDS
 from mla_convert.runtime.spec import AttentionSpec
 from mla_convert.verification.absorbed import BY_HEAD, named
 from mla_convert.verification.result import Check
-from mla_convert.verification.torch_dist import TorchDistReader
 from mla_convert.verification.weights import LoadedBlock, TensorReader, load_block, raw_bytes
 from mla_convert.whole import Format, Whole
 
@@ -28,13 +28,6 @@ from mla_convert.whole import Format, Whole
 def is_sharded(whole: Whole) -> bool:
     """True if the checkpoint lies on ranks, be it a single one."""
     return whole.ranks > 1 or whole.format is Format.DEEPSEEK
-
-
-def reader_of(whole: Whole) -> TensorReader:
-    """The reader of a checkpoint in any format."""
-    if whole.format is Format.TORCH_DIST:
-        return TorchDistReader(whole)
-    return ShardedReader(whole) if is_sharded(whole) else TensorReader(whole.logical)
 
 
 class ShardedReader(TensorReader):
@@ -109,6 +102,10 @@ class ShardedReader(TensorReader):
         """What the ranks hold of a tensor, as stored, of those that hold any."""
         return [self.rank(rank).get(name) for rank, held in enumerate(self._held) if name in held]
 
+    def copies(self, one: Replicas) -> list[tuple[str, Tensor]]:
+        """All copies of a tensor that every rank should hold alike, each with the name of its rank."""
+        return [(str(rank), part) for rank, part in enumerate(self.parts(one.name))]
+
     def _joined(self, name: str, parts: list[Tensor]) -> Tensor:
         along = self.cut_along(name)
         return parts[0] if along is None else _side_by_side(parts, along)
@@ -150,7 +147,7 @@ def load(
         BadInputError: A part is missing or does not have the shape its block needs.
     """
     loaded = load_block(reader, block, spec, device)
-    if not isinstance(reader, ShardedReader):
+    if not isinstance(reader, ShardedReader) or not is_sharded(reader.whole):
         return loaded
     ranks = range(reader.whole.ranks)
     return replace(loaded, by_rank=tuple(_of_rank(reader, block, spec, rank, device) for rank in ranks))
@@ -217,15 +214,15 @@ def check_ranks(reader: ShardedReader) -> Check:
     """What every rank holds is the same on all of them, and what was added for the ranks changes nothing."""
     bad, same = [], 0
     for one in reader.whole.replicas:
-        first, *others = (raw_bytes(part) for part in reader.parts(one.name))
-        differing = [rank for rank, other in enumerate(others, 1) if not torch.equal(first, other)]
+        (rank, first), *others = ((rank, raw_bytes(copy)) for rank, copy in reader.copies(one))
+        differing = [other for other, copy in others if not torch.equal(first, copy)]
         same += not differing
         if differing:
-            bad.append(f"{one.name}: rank {', '.join(map(str, differing))} differs from rank 0")
+            bad.append(f"{one.name}: rank {', '.join(differing)} differs from rank {rank}")
     for name in _with_additions(reader):
         if not _adds_nothing(reader, name):
             bad.append(f"{name}: the ranks hold more than the whole, and not copies or zeros")
-    found = f"{same} tensors that all of {reader.whole.ranks} ranks hold are the same"
+    found = f"{same} tensors that several ranks hold are the same"
     if bad:
         return Check("bytes", "ranks", False, f"{len(bad)} differences; {found}", tuple(bad))
     return Check("bytes", "ranks", True, found)

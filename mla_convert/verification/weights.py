@@ -122,13 +122,18 @@ def expand_scale(scale: Tensor, shape: torch.Size, block: tuple[int, int], where
     return expanded[:rows, :columns]
 
 
+#: Projections by the fields of `AttentionWeights` and `IndexerWeights`.
+_PROJECTIONS = {"q": Part.Q, "q_a": Part.Q_A, "q_b": Part.Q_B, "kv_a": Part.KV_A, "o": Part.O}
+_OF_INDEXER = {"wq_b": Part.INDEX_Q, "wk": Part.INDEX_K, "weights_proj": Part.INDEX_WEIGHTS}
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedBlock:
     """One attention block, dequantised: the up-projection in both forms, from whichever is stored.
 
     ``w_kv_b`` [H*(N+V), R] for the standard path, ``w_uk`` [H*N, R] and ``w_uv`` [H*V, R] for the absorbed one;
-    ``stored`` is the dtype they have on disk, ``dtypes`` what other weights have, by field of ``weights``. Where the
-    checkpoint lies on ranks, ``by_rank`` has the part of each that this process runs.
+    ``stored`` is the dtype they have on disk, ``dtypes`` what other weights have, by field of ``weights`` and of its
+    indexer. Where the checkpoint lies on ranks, ``by_rank`` has the part of each that this process runs.
     """
 
     block: AttentionBlock
@@ -169,12 +174,19 @@ class LoadedBlock:
 
         After ``--dequantize`` weights carry a rounding that FP8 codes times their scales do not have.
         """
-        rounded = {
-            name: getattr(self.weights, name).to(torch.bfloat16).to(self.w_kv_b.dtype)
-            for name, dtype in self.dtypes.items()
-            if dtype.startswith("F8") and other.dtypes.get(name) == "BF16"
-        }
-        found = replace(self, weights=replace(self.weights, **rounded)) if rounded else self
+
+        def rounded(weights: Any, fields: Mapping[str, Part]) -> dict[str, Any]:
+            return {
+                name: getattr(weights, name).to(torch.bfloat16).to(self.w_kv_b.dtype)
+                for name in fields
+                if self.dtypes.get(name, "").startswith("F8") and other.dtypes.get(name) == "BF16"
+            }
+
+        weights = replace(self.weights, **rounded(self.weights, _PROJECTIONS))
+        if weights.indexer is not None:
+            indexer = replace(weights.indexer, **rounded(weights.indexer, _OF_INDEXER))
+            weights = replace(weights, indexer=indexer)
+        found = replace(self, weights=weights)
         if other.stored == self.stored or other.stored.itemsize != 2:
             return found
         return replace(found, w_kv_b=self.w_kv_b.to(other.stored).to(self.w_kv_b.dtype))
@@ -268,8 +280,7 @@ def load_block(
         w_uk, w_uv = needed(dense(Part.K_B), Part.K_B), needed(dense(Part.V_B), Part.V_B)
         w_kv_b = combined if combined is not None else combine_kv_rows(w_uk, w_uv, spec)
     stored = reader.get(block.tensor(Part.KV_B if block.layout is Layout.COMBINED else Part.K_B)).dtype
-    parts = {"q": Part.Q, "q_a": Part.Q_A, "q_b": Part.Q_B, "kv_a": Part.KV_A, "o": Part.O}
-    names = {field: block.find(catalogue, part) for field, part in parts.items()}
+    names = {field: block.find(catalogue, part) for field, part in (_PROJECTIONS | _OF_INDEXER).items()}
     dtypes = {field: catalogue.tensors[name].spec.dtype for field, name in names.items() if name}
     return LoadedBlock(block, spec, weights, w_kv_b, w_uk, w_uv, stored, dtypes=dtypes)
 
