@@ -14,6 +14,7 @@ import zlib
 
 import pytest
 import torch
+from test_kernels_gpu import sparse_case
 from torch import Tensor
 
 from mla_convert.runtime import backward, reference
@@ -50,25 +51,6 @@ def check_close(got: Tensor, want: Tensor, floor: Tensor | float = 0.0) -> None:
     worst = int(excess.argmax())
     message = f"row {worst}: {float(difference.flatten()[worst]):.1e} of {float(size.flatten()[worst]):.1e}"
     assert float(excess.max()) <= 0, message
-
-
-def case(
-    *,
-    queries: int = 37,
-    heads: int = 16,
-    tokens: int = 3000,
-    topk: int = 128,
-    rank: int = 512,
-    rope: int = 64,
-    invalid: float = 0.1,
-    dtype: torch.dtype = torch.bfloat16,
-) -> tuple[Tensor, Tensor, Tensor, float]:
-    """Inputs whose scores have a spread of 1.3."""
-    q = torch.randn(queries, heads, rank + rope, device="cuda", dtype=dtype) * 10
-    kv = torch.randn(tokens, rank + rope, device="cuda", dtype=dtype) / 10
-    indices = torch.randint(0, tokens, (queries, topk), device="cuda", dtype=torch.int32)
-    indices[torch.rand(queries, topk, device="cuda") < invalid] = -1
-    return q, kv, indices, 1.3 * (rank + rope) ** -0.5
 
 
 def run(
@@ -114,7 +96,7 @@ def run(
 @pytest.mark.parametrize("topk", TOPK)
 @pytest.mark.parametrize("heads", HEADS)
 def test_every_head_count_and_list_length(heads: int, topk: int) -> None:
-    run(*case(queries=9 if topk == 2048 else 150, heads=heads, topk=topk))
+    run(*sparse_case(queries=9 if topk == 2048 else 150, heads=heads, topk=topk))
 
 
 @pytest.mark.parametrize(
@@ -122,17 +104,17 @@ def test_every_head_count_and_list_length(heads: int, topk: int) -> None:
     [(64, 512, 0), (16, 512, 32), (128, 256, 64), (64, 128, 32), (16, 64, 64), (64, 64, 0), (40, 32, 8), (6, 48, 16)],
 )  # fmt: skip
 def test_every_width(heads: int, rank: int, rope: int) -> None:
-    run(*case(heads=heads, rank=rank, rope=rope, topk=200), d_v=rank)
+    run(*sparse_case(heads=heads, rank=rank, rope=rope, topk=200), d_v=rank)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("heads", [16, 64, 128])
 class TestLists:
     def test_fewer_tokens_than_entries(self, heads: int, deterministic: bool) -> None:
-        run(*case(heads=heads, tokens=5, topk=192), deterministic=deterministic)
+        run(*sparse_case(heads=heads, tokens=5, topk=192), deterministic=deterministic)
 
     def test_whole_rows_and_first_blocks_empty(self, heads: int, deterministic: bool) -> None:
-        q, kv, indices, scale = case(heads=heads, topk=320)
+        q, kv, indices, scale = sparse_case(heads=heads, topk=320)
         indices[3] = -1
         indices[36] = kv.shape[0]
         indices[10:20, :64] = -1
@@ -141,14 +123,14 @@ class TestLists:
         assert not dq[[3, 36]].any()
 
     def test_gaps_and_far_out_of_range(self, heads: int, deterministic: bool) -> None:
-        q, kv, indices, scale = case(heads=heads, topk=256, invalid=0)
+        q, kv, indices, scale = sparse_case(heads=heads, topk=256, invalid=0)
         for start, value in enumerate([-1, kv.shape[0], INT_MIN, INT_MAX, -2, kv.shape[0] + 1]):
             indices[:, 7 + start :: 11] = value
         indices[0, 64:128] = -1
         run(q, kv, indices, scale, deterministic=deterministic)
 
     def test_unlisted_rows_never_leak(self, heads: int, deterministic: bool) -> None:
-        q, kv, indices, scale = case(heads=heads, tokens=1000, invalid=0.3, queries=4)
+        q, kv, indices, scale = sparse_case(heads=heads, tokens=1000, invalid=0.3, queries=4)
         unlisted = torch.ones(1000, dtype=torch.bool, device="cuda")
         unlisted[indices[indices >= 0].long()] = False
         unlisted[0] = True
@@ -162,13 +144,13 @@ class TestLists:
         assert dirty[0].shape == dq.shape
 
     def test_duplicates_count_twice(self, heads: int, deterministic: bool) -> None:
-        q, kv, indices, scale = case(heads=heads)
+        q, kv, indices, scale = sparse_case(heads=heads)
         indices[:, ::2] = indices[:, 1::2]
         indices[1] = 7
         run(q, kv, indices, scale, deterministic=deterministic)
 
     def test_length_sink_and_gradient_of_lse(self, heads: int, deterministic: bool) -> None:
-        q, kv, indices, scale = case(heads=heads, topk=300)
+        q, kv, indices, scale = sparse_case(heads=heads, topk=300)
         length = torch.randint(0, 301, (37,), device="cuda", dtype=torch.int32)
         length[:4] = torch.tensor([0, 1, 64, 65], dtype=torch.int32)
         sink = torch.randn(heads, device="cuda") * 5
@@ -178,7 +160,7 @@ class TestLists:
         run(q, kv, indices, scale, length=length, sink=sink, with_d_lse=True, deterministic=deterministic)
 
     def test_strided_unaligned_and_int64(self, heads: int, deterministic: bool) -> None:
-        q, kv, indices, scale = case(heads=heads)
+        q, kv, indices, scale = sparse_case(heads=heads)
         wide_q = torch.full((37, heads + 3, 600), float("nan"), device="cuda", dtype=q.dtype)
         wide_q[:, 2 : heads + 2, 5:581] = q
         wide_kv = torch.full((kv.shape[0], 601), float("nan"), device="cuda", dtype=q.dtype)
@@ -193,7 +175,7 @@ class TestLists:
         """Equal bits of dq always, of dkv in the deterministic mode, whatever number of queries it takes at once."""
         from mla_convert.runtime.kernels import sparse_mla_backward
 
-        q, kv, indices, scale = case(heads=heads, queries=700, topk=500, tokens=900)
+        q, kv, indices, scale = sparse_case(heads=heads, queries=700, topk=500, tokens=900)
         first = gradients(q, kv, indices, scale, deterministic)
         second = gradients(q, kv, indices, scale, deterministic)
         assert torch.equal(first[0], second[0])
@@ -218,17 +200,17 @@ def gradients(
 
 
 def test_float16() -> None:
-    run(*case(dtype=torch.float16))
-    run(*case(dtype=torch.float16, heads=64), deterministic=True)
+    run(*sparse_case(dtype=torch.float16))
+    run(*sparse_case(dtype=torch.float16, heads=64), deterministic=True)
 
 
 def test_list_lengths_mixed_in_one_launch() -> None:
-    q, kv, indices, scale = case(heads=64, queries=1200, topk=400, invalid=0)
+    q, kv, indices, scale = sparse_case(heads=64, queries=1200, topk=400, invalid=0)
     run(q, kv, indices, scale, length=torch.arange(1200, device="cuda", dtype=torch.int32) % 401)
 
 
 def test_nothing_to_do() -> None:
-    q, kv, indices, scale = case()
+    q, kv, indices, scale = sparse_case()
     for args in ((q[:0], kv, indices[:0]), (q, kv[:0], indices), (q, kv, indices[:, :0])):
         dq, dkv = gradients(*args, scale, False)
         assert dq.shape == args[0].shape and dkv.shape == args[1].shape and not dq.any() and not dkv.any()
@@ -239,7 +221,7 @@ def test_query_beyond_int32_offsets() -> None:
     from mla_convert.runtime.kernels.sparse_mla_backward import sparse_mla_backward
 
     queries = 30_000  # 2.2e9 elements of q
-    q, kv, indices, scale = case(queries=queries, heads=128, tokens=500, topk=64)
+    q, kv, indices, scale = sparse_case(queries=queries, heads=128, tokens=500, topk=64)
     out, lse = sparse_mla(q, kv, indices, scale, d_v=512)
     dq, dkv, _ = sparse_mla_backward(q, kv, indices, scale, out, lse, out, d_v=512)
     rows = torch.tensor([0, 1, 15_000, queries - 2, queries - 1], device="cuda")
@@ -253,7 +235,7 @@ def test_query_beyond_int32_offsets() -> None:
 def test_dispatch_runs_forward_and_backward() -> None:
     from mla_convert.runtime.dispatch import resolve_backend
 
-    q, kv, indices, scale = case(heads=24)
+    q, kv, indices, scale = sparse_case(heads=24)
     sink = torch.randn(24, device="cuda")
     results = []
     for dtype in (torch.bfloat16, torch.float64):
@@ -272,7 +254,7 @@ def test_dispatch_runs_forward_and_backward() -> None:
 def test_indexer_loss(selected: bool) -> None:
     from mla_convert.runtime.indexer_loss import indexer_loss
 
-    q, kv, indices, scale = case(queries=300, tokens=700, heads=16, topk=128)
+    q, kv, indices, scale = sparse_case(queries=300, tokens=700, heads=16, topk=128)
     index = [
         torch.randn(300, 32, 128, device="cuda", dtype=torch.bfloat16),
         torch.randn(700, 128, device="cuda", dtype=torch.bfloat16),

@@ -35,6 +35,7 @@ from mla_convert.storage import LinkMode
 
 if TYPE_CHECKING:
     from mla_convert.api import Conversion
+    from mla_convert.engine import RunOptions
 
 
 def split(
@@ -76,12 +77,9 @@ def split(
     console = Console.create(json=json, quiet=quiet, verbose=verbose, color=color)
     with reporting(console):
         from mla_convert import api
-        from mla_convert.engine import RunOptions
         from mla_convert.splitting import SplitOptions
 
-        run = RunOptions(
-            workers or DEFAULT_WORKERS, link, overwrite, restart, checksum, resume_command(), together=True
-        )
+        run = _run_options(workers, link, overwrite, restart, checksum)
         options = SplitOptions(keep_combined, dequantize is not None, trust_shapes)
         megatron = megatron_options(norms, indexer, indexer_from, drop_optimizer, drop_fp8_state)
         progress = console.progress()
@@ -122,11 +120,8 @@ def combine(
     with reporting(console):
         from mla_convert import api
         from mla_convert.combining import CombineOptions
-        from mla_convert.engine import RunOptions
 
-        run = RunOptions(
-            workers or DEFAULT_WORKERS, link, overwrite, restart, checksum, resume_command(), together=True
-        )
+        run = _run_options(workers, link, overwrite, restart, checksum)
         options = CombineOptions(ignore_manifest, trust_shapes)
         megatron = megatron_options(norms, indexer, indexer_from, drop_optimizer, drop_fp8_state)
         progress = console.progress()
@@ -165,11 +160,8 @@ def migrate(
     console = Console.create(json=json, quiet=quiet, verbose=verbose, color=color)
     with reporting(console):
         from mla_convert import api
-        from mla_convert.engine import RunOptions
 
-        run = RunOptions(
-            workers or DEFAULT_WORKERS, link, overwrite, restart, checksum, resume_command(), together=True
-        )
+        run = _run_options(workers, link, overwrite, restart, checksum)
         options = megatron_options(norms, indexer, indexer_from, drop_optimizer)
         progress = console.progress()
         _report(
@@ -266,16 +258,13 @@ def reshard(
     console = Console.create(json=json, quiet=quiet, verbose=verbose, color=color)
     with reporting(console):
         from mla_convert import api
-        from mla_convert.engine import RunOptions
         from mla_convert.geometry import Layout
         from mla_convert.megatron.translation import LayerSpec
         from mla_convert.shard import Experts
         from mla_convert.sharding import ReshardOptions
         from mla_convert.whole import Format
 
-        run = RunOptions(
-            workers or DEFAULT_WORKERS, link, overwrite, restart, checksum, resume_command(), together=True
-        )
+        run = _run_options(workers, link, overwrite, restart, checksum)
         if tp is None and to is None:
             raise UsageError("reshard needs a number of ranks or a format", hint="--tp N, --to FORMAT")
         options = ReshardOptions(
@@ -294,6 +283,17 @@ def reshard(
         _report(
             console, api.reshard(path, output, options, run=run, progress=console.progress(), dry_run=dry_run)
         )
+
+
+def _run_options(
+    workers: int | None, link: LinkMode, overwrite: bool, restart: bool, checksum: bool
+) -> RunOptions:
+    """How the command line runs every conversion: together with the other ranks, if a launcher made some."""
+    from mla_convert.engine import RunOptions
+
+    return RunOptions(
+        workers or DEFAULT_WORKERS, link, overwrite, restart, checksum, resume_command(), together=True
+    )
 
 
 def _report(console: Console, result: Conversion) -> None:
