@@ -80,6 +80,7 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
         T.fill(sums, 0)
         # Shared memory is written by all threads, some the same: TileLang may put a barrier of them all before it.
         highest_sh[g, t % columns] = LOWEST
+        flag_sh[g, t % 2] = 0  # what an earlier thread block left there could look raised
         T.sync_threads(8 + g, 128)
         T.barrier_wait(q_full, w & 1)
         for i in T.serial(T.ceildiv(count - g, 2)):
@@ -112,7 +113,7 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
             for j, n in T.Parallel(BLOCK, columns):
                 p[j, n] = T.exp2(p[j, n])
             for j, n in T.Parallel(BLOCK, columns):
-                p_sh[g, n, j] = p[j, n]
+                p_sh[2 * g + use % 2, n, j] = p[j, n]
             T.fence_proxy_async()
             T.sync_threads(8 + g, 128)  # every thread's fence comes before any thread's matrix product
             flag = flag_sh[g, use % 2]
@@ -134,7 +135,7 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
                 for j, n in T.Parallel(BLOCK, columns):
                     p[j, n] = T.exp2(score[j, n] * scale - highest_sh[g, n])
                 for j, n in T.Parallel(BLOCK, columns):
-                    p_sh[g, n, j] = p[j, n]
+                    p_sh[2 * g + use % 2, n, j] = p[j, n]
                 for j, n in T.Parallel(BLOCK, columns):
                     sums[j, n] = sums[j, n] * factor_sh[g, n]
                 for d, n in T.Parallel(left, columns):
@@ -144,10 +145,20 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
                         out_right[d, n] = out_right[d, n] * factor_sh[g, n]
                 T.fence_proxy_async()
                 T.sync_threads(8 + g, 128)
-            T.wgmma_gemm(kv_rank[g, :, :left], p_sh[g, :, :], out_left, transpose_A=True, transpose_B=True)
+            T.wgmma_gemm(
+                kv_rank[g, :, :left],
+                p_sh[2 * g + use % 2, :, :],
+                out_left,
+                transpose_A=True,
+                transpose_B=True,
+            )
             if right > 0:
                 T.wgmma_gemm(
-                    kv_rank[g, :, left:], p_sh[g, :, :], out_right, transpose_A=True, transpose_B=True
+                    kv_rank[g, :, left:],
+                    p_sh[2 * g + use % 2, :, :],
+                    out_right,
+                    transpose_A=True,
+                    transpose_B=True,
                 )
             for j, n in T.Parallel(BLOCK, columns):
                 sums[j, n] = sums[j, n] + p[j, n]
@@ -222,7 +233,7 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
             kv_rank = T.alloc_shared([2, BLOCK, rank], dtype)
             kv_rope = T.alloc_shared([2, BLOCK, max(rope, 32)], dtype)
             round_sh = T.alloc_shared([2, columns, stride], "float32")
-            p_sh = T.alloc_shared([2, columns, BLOCK], dtype)
+            p_sh = T.alloc_shared([4, columns, BLOCK], dtype)
             bounds_sh = T.alloc_shared([2, columns], "int32", scope="shared")
             valid = T.alloc_shared([2, BLOCK], "int32", scope="shared")
             holes = T.alloc_shared([2], "int32", scope="shared")
