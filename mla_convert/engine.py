@@ -1,52 +1,42 @@
 """Runs a plan: moves the bytes, safely and in bounded memory, and resumes what was interrupted.
 
-Each file is one job for a pool of threads. How a file is written is ``filling``'s business, where it grows until
-the output is complete is ``staging``'s. Several ranks share one plan: files are dealt out to them by size, and rank 0
-does what is to be done once.
+Each file is one job for a pool of threads. How a file is written is ``filling``'s business, which may be shared with
+the source ``sharing``'s, what is checked and hashed on the way ``integrity``'s, and where it all grows until the
+output is complete ``staging``'s. Several ranks share one plan: files are dealt out to them by size, and rank 0 does
+what is to be done once.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn
 
-from mla_convert import output_folder, storage
-from mla_convert.catalogue import OtherFile, SourceFile
+from mla_convert import integrity, output_folder, sharing, storage
 from mla_convert.errors import (
     BadInputError,
-    DifferenceError,
     ExitCode,
     InterruptedRunError,
-    LocalIOError,
     MlaConvertError,
 )
-from mla_convert.filling import equal_tensors, fill, opened_tensor, read_rows, sha256_of_range
+from mla_convert.filling import fill
 from mla_convert.formats.huggingface import MANIFEST_NAME
-from mla_convert.manifest import new_manifest, pack, read_manifest, sha256_of
-from mla_convert.plan import CarriedFile, EqualRows, Plan, Replicas, RewrittenFile
+from mla_convert.manifest import new_manifest, pack, sha256_of
+from mla_convert.plan import CarriedFile, Plan, Replicas, RewrittenFile
 from mla_convert.progress import Progress
 from mla_convert.ranks import Ranks, deal
-from mla_convert.reading import read_at
+from mla_convert.signals import ending_in_order
 from mla_convert.staging import Staging
 from mla_convert.storage import LinkMode, Way
-from mla_convert.strict_json import dump_json
 
-#: Files smaller than this that are no weights are copied, so that editing one cannot change the source.
-LINK_THRESHOLD = 16 << 20
-#: Files below that size are hashed unasked, the smallest first, up to this many bytes in all.
+#: Files below the threshold for links are hashed unasked, the smallest first, up to this many bytes in all.
 HASHED_BYTES = 256 << 20
-#: What a file system hands out space in, as a rule.
-_BLOCK = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +112,7 @@ def run_plan(
             if not staging.already_done:
                 _Run(plan, staging, options, ranks.counting(progress), report, ranks).execute()
             elif options.checksum and ranks.leads:
-                _add_checksums(target)
+                integrity.complete_checksums(target)
         except BaseException as error:
             if isinstance(error, MlaConvertError) and error.exit_code == ExitCode.DIFFERENT:
                 staging.abandon()
@@ -158,12 +148,16 @@ class _Run:
         """Guards, files, finish."""
         self._step("staged")
         self.ranks.attach(self._stop, self._check_stop)
-        self._way = self._best_way()
+        probe = self.staging.files / f"{storage.TEMPORARY_PREFIX}probe-{self.ranks.number}"
+        self._way = sharing.best_way(self.plan.catalogue, probe, self.options.link)
         if self.ranks.leads:
-            self._check_guards()
-            output_folder.preflight(self.staging.target.parent, self._space_needed())
+            integrity.check_guards(self.plan)
+            left = [file for file in self._files if file.name not in self.staging.done]
+            sizes = [generated.size for generated in self.plan.generated]
+            need = sharing.space_needed(left, sizes, self._way)
+            output_folder.preflight(self.staging.target.parent, need)
         try:
-            with self._signals():
+            with ending_in_order(self._on_signal):
                 jobs = self._jobs(self._dealt())
                 self.progress.start(self.plan.operation, self.plan.bytes_total, "bytes")
                 self.ranks.count_all()
@@ -185,34 +179,9 @@ class _Run:
 
     # Control
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first ^C (or SIGTERM, SIGHUP) ends the run in good order; the second one at once.
-
-        A signal that is ignored stays so: ``nohup`` means it.
-        """
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            for each in before:
-                signal.signal(each, signal.SIG_DFL)
-            self._stop.set()
-            self.progress.finish()  # gives the cursor back before a second signal ends the process
-
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.getsignal(number) for number in numbers}
-        before = {
-            number: old for number, old in before.items() if old is not None and old is not signal.SIG_IGN
-        }
-        for number in before:
-            signal.signal(number, handle)
-        try:
-            yield
-        finally:
-            for number, old in before.items():
-                signal.signal(number, old)
+    def _on_signal(self) -> None:
+        self._stop.set()
+        self.progress.finish()  # gives the cursor back before a second signal ends the process
 
     def _work(self, jobs: list[Callable[[], None]]) -> None:
         pool = ThreadPoolExecutor(max_workers=self.options.workers, thread_name_prefix="mla-convert")
@@ -261,20 +230,6 @@ class _Run:
 
     # Before
 
-    def _check_guards(self) -> None:
-        for guard in self.plan.guards:
-            if not isinstance(guard, EqualRows):
-                if not equal_tensors(self.plan.catalogue, guard.left, guard.right):
-                    raise BadInputError(
-                        guard.otherwise, hint="the checkpoint was changed since it was sharded"
-                    )
-                continue
-            left = read_rows(self.plan.catalogue, guard.left, guard.left_row, guard.count)
-            if left != read_rows(self.plan.catalogue, guard.right, guard.right_row, guard.count):
-                raise BadInputError(
-                    guard.otherwise, hint="the split checkpoint was changed; combine cannot choose for you"
-                )
-
     def _check_replicas(self) -> None:
         """What every rank holds in full must be the same on all of them, by its hash."""
         sizes = [self._catalogue_bytes(one) for one in self.plan.replicas]
@@ -282,18 +237,12 @@ class _Run:
         found: dict[str, str] = {}
 
         def hash_one(key: str) -> None:
-            tensor = self.plan.catalogue.tensors[key]
-            with opened_tensor(self.plan.catalogue, key) as fd:
-                digest = sha256_of_range(fd, tensor.start, tensor.spec.nbytes, key, self._check_stop)
+            digest = integrity.hash_tensor(self.plan.catalogue, key, self._check_stop)
             with self._tally:
                 found[key] = digest
 
         self._work([partial(hash_one, key) for one in mine for key in one.keys])
-        details: list[str] = []
-        for one in mine:
-            differing = [key.partition(":")[0] for key in one.keys if found[key] != found[one.keys[0]]]
-            if differing:
-                details.append(f"{one.name}: rank {', '.join(differing)} differs from rank 0")
+        details = integrity.differing_replicas(mine, found)
         details = [text for each in self.ranks.gather(details) for text in each]
         if details:
             raise BadInputError(
@@ -306,40 +255,6 @@ class _Run:
 
     def _catalogue_bytes(self, one: Replicas) -> int:
         return sum(self.plan.catalogue.tensors[key].spec.nbytes for key in one.keys)
-
-    def _best_way(self) -> Way:
-        """How weights can be shared between source and output: tried, on the smallest weight file.
-
-        Raises:
-            LocalIOError: The way that was asked for does not exist here.
-        """
-        asked = self.options.link
-        smallest = min(self.plan.catalogue.files.values(), key=lambda file: file.identity.size)
-        probe = self.staging.files / f"{storage.TEMPORARY_PREFIX}probe-{self.ranks.number}"
-        for mode in (LinkMode.REFLINK, LinkMode.HARD):
-            if asked not in (mode, LinkMode.AUTO):
-                continue
-            try:
-                way = storage.clone_file(smallest.path, probe, mode, on_bytes=lambda _: None)
-            except LocalIOError:
-                if asked is mode:
-                    raise
-                continue
-            probe.unlink()
-            return way
-        return "copy"
-
-    def _space_needed(self) -> int:
-        """Bytes that will take new space, in whole blocks, leaving out what an earlier run finished."""
-        left = [self._new_space(file) for file in self._files if file.name not in self.staging.done]
-        left += [generated.size for generated in self.plan.generated]
-        return sum(-(-size // _BLOCK) * _BLOCK for size in left)
-
-    def _new_space(self, file: RewrittenFile | CarriedFile) -> int:
-        if isinstance(file, RewrittenFile):
-            changed = sum(target.spec.nbytes for target in file.tensors if not target.is_carried)
-            return changed if self._way == "reflink" else file.size
-        return 0 if self._way != "copy" and _may_link(file) else file.size
 
     # Jobs
 
@@ -379,7 +294,7 @@ class _Run:
         path = self.staging.files / file.name
         with storage.os_errors(path.parent, "make"):
             path.parent.mkdir(parents=True, exist_ok=True)
-        mode = self.options.link if _may_link(file) else LinkMode.COPY
+        mode = self.options.link if sharing.may_link(file) else LinkMode.COPY
         way = storage.clone_file(file.path, path, mode, on_bytes=self._advance)
         self._count(way, file.size)
         self._finished(file.name, way)
@@ -393,7 +308,7 @@ class _Run:
             try:
                 storage.preallocate(fd, file.size, reserve=not reflink)
                 shared = fill(fd, file, self.plan.catalogue, reflink=reflink, on_bytes=self._advance)
-                self._check_hashes(fd, file)
+                integrity.check_restored(fd, file, self._check_stop)
                 storage.fsync_fd(fd)
             except BaseException:
                 path.unlink(missing_ok=True)  # the disk may be full: leave nothing that is of no use
@@ -414,33 +329,16 @@ class _Run:
         self._step("recorded")
         self.progress.note(f"{name}: {way}")
 
-    # Hashes
-
-    def _check_hashes(self, fd: int, file: RewrittenFile) -> None:
-        """A restored tensor must be the one that was taken apart."""
-        for target, offset in file.placed():
-            if target.sha256 is None:
-                continue
-            found = sha256_of_range(fd, offset, target.spec.nbytes, target.spec.name, self._check_stop)
-            if found != target.sha256:
-                raise DifferenceError(
-                    f"{target.spec.name} does not come back as it was: sha256 {found[:16]}…, "
-                    f"recorded {target.sha256[:16]}…",
-                    hint="K or V was changed since the split; --ignore-manifest combines it as it is now",
-                )
-
     def _hash_tensor(self, name: str, keep: bool) -> None:
-        tensor = self.plan.catalogue.tensors[name]
-        with opened_tensor(self.plan.catalogue, name) as fd:
-            found = sha256_of_range(fd, tensor.start, tensor.spec.nbytes, name, self._check_stop)
-            kept = read_at(fd, tensor.spec.nbytes, tensor.start, name) if keep else None
+        digest = integrity.hash_tensor(self.plan.catalogue, name, self._check_stop)
+        data = integrity.read_tensor(self.plan.catalogue, name) if keep else None
         with self._tally:
-            self._hashes[name] = found
-            if kept is not None:
-                self._kept[name] = kept
+            self._hashes[name] = digest
+            if data is not None:
+                self._kept[name] = data
 
     def _hash_file(self, path: Path) -> str:
-        return _sha256_of_file(path, self._check_stop)
+        return integrity.hash_file(path, self._check_stop)
 
     # After
 
@@ -473,7 +371,7 @@ class _Run:
         budget = HASHED_BYTES
         for name, entry in sorted(self._entries.items(), key=lambda item: (item[1]["size"], item[0])):
             budget -= entry["size"]
-            if entry["sha256"] is None and entry["size"] < LINK_THRESHOLD and budget >= 0:
+            if entry["sha256"] is None and entry["size"] < sharing.LINK_THRESHOLD and budget >= 0:
                 entry["sha256"] = self._hash_file(files / name)
         storage.write_file_atomic(files / MANIFEST_NAME, self._manifest())
         self._step("finalised")
@@ -506,56 +404,10 @@ class _Run:
         )
 
     def _check_source_unchanged(self) -> None:
-        catalogue = self.plan.catalogue
-        sources: tuple[SourceFile | OtherFile, ...] = (*catalogue.files.values(), *catalogue.others)
-        with storage.os_errors(catalogue.root, "examine"):
-            changed = [file.name for file in sources if not _is_unchanged(file)]
-            jsons = [file for file in (catalogue.index, catalogue.config) if file]
-            changed += [file.name for file in jsons if not _holds(catalogue.root / file.name, file.data)]
-        if changed:
+        if changed := integrity.changed_sources(self.plan.catalogue):
             self.staging.abandon()
             raise BadInputError(
-                f"the source {catalogue.root} changed while it was being read; there is no output",
+                f"the source {self.plan.catalogue.root} changed while it was being read; there is no output",
                 hint="run again once nothing writes to it",
-                details=list(dict.fromkeys(changed)),
+                details=changed,
             )
-
-
-def _is_unchanged(file: SourceFile | OtherFile) -> bool:
-    then = file.identity
-    try:
-        now = file.path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return (now.st_size, now.st_mtime_ns, now.st_ino) == (then.size, then.mtime_ns, then.inode)
-
-
-def _holds(path: Path, data: bytes) -> bool:
-    try:
-        return path.read_bytes() == data
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-
-
-def _may_link(file: CarriedFile) -> bool:
-    return file.is_weights or file.size >= LINK_THRESHOLD
-
-
-def _sha256_of_file(path: Path, on_bytes: Callable[[int], object]) -> str:
-    fd = storage.open_source(path)
-    try:
-        return sha256_of_range(fd, 0, os.fstat(fd).st_size, path.name, on_bytes)
-    finally:
-        os.close(fd)
-
-
-def _add_checksums(target: Path) -> None:
-    """Complete the manifest of a finished output with the hashes that it lacks."""
-    manifest = read_manifest(target)
-    if manifest is None or all(entry.get("sha256") for entry in manifest.files.values()):
-        return
-    files = {
-        name: {**entry, "sha256": entry.get("sha256") or _sha256_of_file(target / name, lambda _: None)}
-        for name, entry in manifest.files.items()
-    }
-    storage.write_file_atomic(target / MANIFEST_NAME, dump_json({**manifest.value, "files": files}))

@@ -8,15 +8,12 @@ made is compared with the manifest. Where an answer is lost, the head tells whet
 from __future__ import annotations
 
 import re
-import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mla_convert.api import inspect
@@ -26,6 +23,7 @@ from mla_convert.model_card import make_card
 from mla_convert.progress import Progress, SilentProgress
 from mla_convert.push_files import README, Publication, PushFile, read_publication
 from mla_convert.push_target import Head, Landed, Target, differences, same
+from mla_convert.signals import ending_as_interrupted
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd
@@ -134,32 +132,13 @@ def push(
         raise UsageError(
             f"{repo_id!r} is no repository id", hint="it looks like USER/NAME or ORGANISATION/NAME"
         )
-    with _stoppable():
+    with ending_as_interrupted():
         publication = read_publication(
             path, unverified=options.unverified, record=not options.dry_run, progress=progress
         )
         with connect(progress.note) as hub:
             result = _Push(path, repo_id, options, progress, publication, hub).execute()
     return replace(result, seconds=time.monotonic() - started)
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """SIGTERM and SIGHUP stop a push as ^C does. A signal that is ignored stays so."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:
-                before[number] = signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 class _Push:

@@ -13,12 +13,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mla_convert import storage
-from mla_convert.engine import LINK_THRESHOLD
 from mla_convert.errors import BadInputError, CannotError, DifferenceError, LocalIOError, UsageError
 from mla_convert.filling import sha256_of_range
 from mla_convert.formats.huggingface import MANIFEST_NAME
 from mla_convert.manifest import Manifest, read_manifest, sha256_of
 from mla_convert.progress import Progress
+from mla_convert.sharing import LINK_THRESHOLD
 from mla_convert.storage import plain
 from mla_convert.strict_json import dump_json, parse_json, read_bytes
 

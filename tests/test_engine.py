@@ -32,7 +32,7 @@ from conversions import (
 )
 from filesystems import in_child, shared_bytes, tmpfs, xfs
 
-from mla_convert import api, engine, filling, storage
+from mla_convert import api, engine, filling, sharing, storage
 from mla_convert.engine import RunOptions, RunReport
 from mla_convert.errors import BadInputError, DifferenceError, LocalIOError
 from mla_convert.progress import SilentProgress
@@ -109,7 +109,7 @@ def test_auto_links_hard_where_blocks_cannot_be_shared(model: Path, out: Path) -
 def test_a_large_companion_is_linked_and_a_small_one_is_not(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "LINK_THRESHOLD", 1000)
+    monkeypatch.setattr(sharing, "LINK_THRESHOLD", 1000)
     assert (
         (model / "generation_config.json").stat().st_size > 1000 > (model / "tokenizer.json").stat().st_size
     )
@@ -223,7 +223,7 @@ def test_checksum_records_the_sha256_of_every_file(model: Path, out: Path) -> No
 def test_without_checksum_only_large_files_go_unread(
     model: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "LINK_THRESHOLD", 20_000)
+    monkeypatch.setattr(sharing, "LINK_THRESHOLD", 20_000)
     split(model, out)
     entries = manifest(out)["files"]
     unread = {name for name, entry in entries.items() if entry["sha256"] is None}
@@ -236,7 +236,7 @@ def test_checksum_completes_an_output_that_is_already_done(
     model: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split(model, tmp_path / "hashed", checksum=True)
-    monkeypatch.setattr(engine, "LINK_THRESHOLD", 1)
+    monkeypatch.setattr(sharing, "LINK_THRESHOLD", 1)
     split(model, out)
     assert manifest(out)["files"][REWRITTEN[0]]["sha256"] is None
     assert split(model, out, checksum=True).already_done

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conversions import REWRITTEN, contents, leftovers, memory_folder, write_checkpoint
 
-from mla_convert import api, engine, staging
+from mla_convert import api, engine, sharing, staging
 from mla_convert.engine import RunOptions, RunReport
 from mla_convert.errors import CannotError, LocalIOError
 from mla_convert.journal import line as journal_line
@@ -298,7 +298,7 @@ def test_a_journalled_file_that_is_not_planned_is_swept(
 def test_checksums_are_added_to_what_was_finished_without(
     model: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "LINK_THRESHOLD", 1)  # no file is small enough to be hashed anyway
+    monkeypatch.setattr(sharing, "LINK_THRESHOLD", 1)  # no file is small enough to be hashed anyway
     api.split(model, tmp_path / "hashed", run=RunOptions(checksum=True))
     interrupted(model, out)
     assert finish(api.split, model, out, checksum=True).resumed_files == 3
