@@ -11,40 +11,27 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mla_convert import output_folder
-from mla_convert.catalogue import Catalogue, OtherFile, SourceFile
-from mla_convert.combining import CombineOptions, plan_combine
+from mla_convert.catalogue import Catalogue
+from mla_convert.combining import CombineOptions
 from mla_convert.engine import RunOptions, RunReport, run_plan
-from mla_convert.errors import BadInputError, CannotError, LocalIOError, UsageError
+from mla_convert.errors import BadInputError, LocalIOError, UsageError
 from mla_convert.formats.huggingface import (
     INDEX_SUFFIX,
-    MANIFEST_NAME,
-    Folder,
-    no_such_path,
-    open_checkpoint,
-    read_catalogue,
 )
-from mla_convert.formats.torch_dist import is_torch_dist, open_torch_dist
-from mla_convert.formats.torch_legacy import is_torch
-from mla_convert.geometry import AttentionBlock, Layout, find_blocks
+from mla_convert.geometry import AttentionBlock, find_blocks
 from mla_convert.hub_source import HubCheckpoint, HubId, cache_folder, hub_id
-from mla_convert.inspection import describe_group, group_blocks, inspect_document
-from mla_convert.manifest import read_manifest
+from mla_convert.inspection import describe_group, group_blocks
 from mla_convert.meeting import all_ranks, one_report
 from mla_convert.megatron.changes import MegatronOptions
-from mla_convert.megatron.conversion import plan_in_place
-from mla_convert.megatron.eras import IndexerRows
-from mla_convert.megatron.inspecting import megatron_document
-from mla_convert.megatron.model import MegatronModel, read_model
-from mla_convert.megatron.planning import plan_megatron_combine, plan_megatron_split, plan_migrate
 from mla_convert.plan import Plan
 from mla_convert.progress import Progress, SilentProgress
 from mla_convert.ranks import Ranks
 from mla_convert.resharding import plan_reshard
 from mla_convert.sharding import ReshardOptions
-from mla_convert.splitting import SplitOptions, plan_split
+from mla_convert.sources import Planned, Source, local_path, open_source
+from mla_convert.splitting import SplitOptions
 from mla_convert.staging import check_replaceable, check_target, finished_already, staging_folder
-from mla_convert.storage import plain
-from mla_convert.whole import Format, Whole, open_whole, read_whole
+from mla_convert.whole import Format
 
 T = TypeVar("T")
 
@@ -133,13 +120,7 @@ def inspect(
     Raises:
         MlaConvertError: As :func:`open_checkpoint` and :func:`find_blocks` do; HubError besides.
     """
-    opened = _Source.of(source, progress or SilentProgress())
-    model = opened.megatron()
-    if model is not None:
-        blocks = find_blocks(model.logical, trust_shapes=trust_shapes)
-        return model.logical, megatron_document(model, blocks)
-    whole = opened.whole()
-    return whole.logical, inspect_document(whole, find_blocks(whole.logical, trust_shapes=trust_shapes))
+    return open_source(source, "inspect", progress or SilentProgress()).inspect(trust_shapes=trust_shapes)
 
 
 def split(
@@ -168,19 +149,12 @@ def split(
     Raises:
         MlaConvertError: The subclass says of which kind; nothing half-done is left under the output's name.
     """
-    options = options or SplitOptions()
+    options, megatron = options or SplitOptions(), megatron or MegatronOptions()
 
-    def plan(source: _Source) -> tuple[Plan, Catalogue]:
-        model = source.megatron()
-        if model is not None:
-            return _megatron_split(model, options, megatron), model.logical
-        if is_torch(source.path):
-            return _older_megatron(source, Layout.SPLIT, megatron, options.trust_shapes)
-        _require_torch_dist(source.path, megatron)
-        catalogue = source.catalogue()
-        return plan_split(catalogue, options), catalogue
+    def plan(source: Source) -> Planned:
+        return source.plan_split(options, megatron)
 
-    return _convert(source, output, "-split", plan, run, progress, dry_run, options.trust_shapes)
+    return _convert("split", source, output, "-split", plan, run, progress, dry_run, options.trust_shapes)
 
 
 def combine(
@@ -198,20 +172,14 @@ def combine(
     With the manifest that ``split`` wrote, the original files come back byte for byte. Arguments and errors are
     those of :func:`split`.
     """
-    options = options or CombineOptions()
+    options, megatron = options or CombineOptions(), megatron or MegatronOptions()
 
-    def plan(source: _Source) -> tuple[Plan, Catalogue]:
-        model = source.megatron()
-        if model is not None:
-            return _megatron_combine(model, options, megatron), model.logical
-        if is_torch(source.path):
-            return _older_megatron(source, Layout.COMBINED, megatron, options.trust_shapes)
-        _require_torch_dist(source.path, megatron)
-        catalogue = source.catalogue()
-        manifest = None if options.ignore_manifest else read_manifest(catalogue.root)
-        return plan_combine(catalogue, manifest, options), catalogue
+    def plan(source: Source) -> Planned:
+        return source.plan_combine(options, megatron)
 
-    return _convert(source, output, "-combined", plan, run, progress, dry_run, options.trust_shapes)
+    return _convert(
+        "combine", source, output, "-combined", plan, run, progress, dry_run, options.trust_shapes
+    )
 
 
 def migrate(
@@ -230,15 +198,10 @@ def migrate(
     """
     wanted = options or MegatronOptions()
 
-    def plan(source: _Source) -> tuple[Plan, Catalogue]:
-        model = source.megatron()
-        if model is None:
-            raise CannotError(
-                f"{source.path} is no torch_dist checkpoint of Megatron, and no other format changed its conventions"
-            )
-        return plan_migrate(model, wanted, trust_shapes=trust_shapes), model.logical
+    def plan(source: Source) -> Planned:
+        return source.plan_migrate(wanted, trust_shapes=trust_shapes)
 
-    return _convert(source, output, "-migrated", plan, run, progress, dry_run, trust_shapes)
+    return _convert("migrate", source, output, "-migrated", plan, run, progress, dry_run, trust_shapes)
 
 
 def reshard(
@@ -257,107 +220,21 @@ def reshard(
     """
     options = options or ReshardOptions(1, to=Format.HUGGINGFACE)
 
-    def plan(source: _Source) -> tuple[Plan, Catalogue]:
+    def plan(source: Source) -> Planned:
         whole = source.whole(options.indexer_from)
         return plan_reshard(whole, options), whole.logical
 
     suffix = f"-{options.to}" if options.to and options.to.is_megatron else ""
     suffix += f"-tp{options.tp}" if options.tp > 1 or not suffix else ""
-    return _convert(source, output, suffix, plan, run, progress, dry_run, options.trust_shapes)
-
-
-def _older_megatron(
-    source: _Source, layout: Layout, megatron: MegatronOptions | None, trust_shapes: bool
-) -> tuple[Plan, Catalogue]:
-    """The plan to split or combine a checkpoint in Megatron's older format, rank by rank."""
-    asked = megatron or MegatronOptions()
-    if asked != MegatronOptions(drop_optimizer=asked.drop_optimizer, indexer_from=asked.indexer_from):
-        raise UsageError(
-            f"--norms, --indexer and --drop-fp8-state are for torch_dist; {source.path} is in Megatron's older format",
-            hint="`mla-convert reshard --to torch_dist` makes one of it",
-        )
-    whole = source.whole(asked.indexer_from)
-    options = ReshardOptions(
-        whole.ranks, layout=layout, trust_shapes=trust_shapes, drop_optimizer=asked.drop_optimizer
-    )
-    return plan_in_place(whole, options), whole.logical
-
-
-def _megatron_split(model: MegatronModel, options: SplitOptions, megatron: MegatronOptions | None) -> Plan:
-    if options.dequantize:
-        raise CannotError("--dequantize: a torch_dist checkpoint has no quantised weights")
-    return plan_megatron_split(
-        model,
-        megatron or MegatronOptions(),
-        keep_combined=options.keep_combined,
-        trust_shapes=options.trust_shapes,
-    )
-
-
-def _megatron_combine(
-    model: MegatronModel, options: CombineOptions, megatron: MegatronOptions | None
-) -> Plan:
-    return plan_megatron_combine(
-        model,
-        None if options.ignore_manifest else read_manifest(model.source.root),
-        megatron or MegatronOptions(),
-        ignore_manifest=options.ignore_manifest,
-        trust_shapes=options.trust_shapes,
-    )
-
-
-def _require_torch_dist(path: Path, megatron: MegatronOptions | None) -> None:
-    if megatron not in (None, MegatronOptions()):
-        raise UsageError(
-            f"--norms, --indexer, --drop-optimizer and --drop-fp8-state are for torch_dist checkpoints of Megatron, "
-            f"and {path} is none"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """What a command reads: what lies at ``path``, or a commit on the Hub and its place in the cache."""
-
-    path: Path
-    hub: HubCheckpoint | None
-    progress: Progress
-
-    @classmethod
-    def of(cls, source: str | Path, progress: Progress) -> _Source:
-        asked = hub_id(source)
-        if asked is None:
-            return cls(_local_source(Path(source)), None, progress)
-        return cls(cache_folder(asked), HubCheckpoint(asked), progress)
-
-    def catalogue(self) -> Catalogue:
-        """The inventory of a Hugging Face checkpoint."""
-        found = self._read(read_catalogue, open_checkpoint)
-        _check_names(found)
-        return found
-
-    def megatron(self) -> MegatronModel | None:
-        """The inventory of a torch_dist checkpoint; None if it is of another format."""
-        if self.hub or is_torch(self.path) or not is_torch_dist(self.path):
-            return None
-        found = read_model(open_torch_dist(self.path))
-        _check_names(found.logical)
-        return found
-
-    def whole(self, indexer_from: IndexerRows | None = None) -> Whole:
-        """The inventory of a checkpoint in any format."""
-        found = self._read(read_whole, lambda path: open_whole(path, indexer_from))
-        _check_names(found.source)
-        return found
-
-    def _read(self, folder: Callable[[Folder], T], path: Callable[[Path], T]) -> T:
-        return self.hub.read(folder, self.progress, (MANIFEST_NAME,)) if self.hub else path(self.path)
+    return _convert("reshard", source, output, suffix, plan, run, progress, dry_run, options.trust_shapes)
 
 
 def _convert(
+    command: str,
     source: str | Path,
     output: Path | None,
     suffix: str,
-    make_plan: Callable[[_Source], tuple[Plan, Catalogue]],
+    make_plan: Callable[[Source], Planned],
     run: RunOptions | None,
     progress: Progress | None,
     dry_run: bool,
@@ -374,9 +251,9 @@ def _convert(
         ranks = Ranks()
         if run.together and not dry_run:
             ranks = stack.enter_context(all_ranks(target, command=run.resume_command))
-        path = cache_folder(asked) if asked else _local_source(Path(source))
+        path = cache_folder(asked) if asked else local_path(Path(source))
         check_target(path, target, overwrite=run.overwrite)
-        opened = _Source.of(source, progress)
+        opened = open_source(source, command, progress)
 
         def planned() -> tuple[Plan, Catalogue, tuple[AttentionBlock, ...]]:
             with _without_collector():
@@ -426,14 +303,6 @@ def _require_downloaded(checkpoint: HubCheckpoint) -> None:
         )
 
 
-def _local_source(path: Path) -> Path:
-    if not os.path.lexists(path):
-        raise no_such_path(path)
-    if path.name.endswith(INDEX_SUFFIX) and path.is_file():
-        return path.parent  # an index stands for its folder, which the output must not be in
-    return path
-
-
 def _default_here(asked: HubId, suffix: str) -> Path:
     """``./NAME-split``, for a repository that has no place of its own on this disk."""
     here = Path.cwd()
@@ -469,21 +338,3 @@ def _without_collector() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _check_names(catalogue: Catalogue) -> None:
-    files: tuple[SourceFile | OtherFile, ...] = (*catalogue.files.values(), *catalogue.others)
-    for file in files:
-        if not _is_text(file.name):
-            raise BadInputError(
-                f"{plain(file.path)}: the name is not UTF-8, so no manifest can list it",
-                hint="rename it, or move it out of the checkpoint",
-            )
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

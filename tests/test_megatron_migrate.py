@@ -194,7 +194,7 @@ def test_split_and_migrate_in_one_pass(old: Megatron, new: Megatron, tmp_path: P
 def test_migrating_needs_something_to_do(tmp_path: Path) -> None:
     done = run("migrate", tmp_path)
     assert done.returncode == 4
-    assert "no torch_dist checkpoint" in done.stderr
+    assert "which `migrate` does not read" in done.stderr
 
 
 # Rows
