@@ -262,6 +262,8 @@ def _convert(
 
         plan, inventory, blocks = planned()
         is_finished = finished_already(target, plan.digest())
+        if not is_finished:
+            output_folder.require_distinct(target.parent, plan.names, "the output")
         if not is_finished and (dry_run or opened.hub):
             check_replaceable(target, overwrite=run.overwrite)
         if dry_run:

@@ -257,6 +257,7 @@ class HubCheckpoint:
             return
         if self.hub.offline:
             raise self.hub.not_cached(f"{len(missing)} of {len(self.files)} files of {self.origin}", missing)
+        output_folder.require_distinct(cache_folder(self.asked), self.files, self.origin)
         self.check_space()
         weights = [name for name in missing if name.endswith(".safetensors")]
         batches = [name for name in missing if name not in set(weights)], weights
@@ -378,6 +379,9 @@ class _HubFolder(Folder):
         if whole not in self._headers:
             return super().weights(name)
         return SourceFile(name, self.root / name, self._headers[whole], self._identity(whole))
+
+    def is_here(self, name: str) -> bool:
+        return not self._is_absent(self._prefix + name)
 
     def other(self, name: str) -> OtherFile:
         whole = self._prefix + name

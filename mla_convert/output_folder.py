@@ -10,8 +10,10 @@ import fcntl
 import os
 import socket
 import stat
+import unicodedata
+from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal, Self
 
 from mla_convert import linux
@@ -177,6 +179,55 @@ def ensure_writable(directory: Path) -> None:
         probe = temporary_in(nearest)
         create_file(probe, lambda fd: None)
         probe.unlink()
+
+
+def require_distinct(directory: Path, names: Iterable[str], what: str) -> None:
+    """Refuse names that would be one name in ``directory``, if its file system ignores case.
+
+    Args:
+        directory: Where the files will be; it need not exist.
+        names: Names of files relative to it, with slashes.
+        what: Whose files they are, for the message.
+
+    Raises:
+        LocalIOError: Two would be; with every such pair.
+    """
+    pairs = colliding(names)
+    if pairs and ignores_case(directory):
+        raise LocalIOError(
+            f"{plain(directory)} is on a file system that ignores case, and in {what} names differ in nothing else: "
+            f"{pairs[0][0]} and {pairs[0][1]}",
+            hint="choose a folder on another file system",
+            details=[f"{one} and {other}" for one, other in pairs],
+        )
+
+
+def colliding(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Pairs of names that differ only in case or in how Unicode spells a letter, also a file's and a folder's."""
+    files = sorted(names)
+    folders = {str(parent) for name in files for parent in PurePosixPath(name).parents[:-1]}
+    found: list[tuple[str, str]] = []
+    taken: dict[str, str] = {}
+    for name in files:
+        first = taken.setdefault(_folded(name), name)
+        if first is not name:
+            found.append((first, name))
+    return found + [(taken[_folded(name)], name) for name in sorted(folders) if _folded(name) in taken]
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+
+
+def ignores_case(directory: Path) -> bool:
+    """Whether a file in ``directory``, or in the closest folder above it that exists, has its name in any case."""
+    with os_errors(directory, "write to"):
+        probe = temporary_in(_nearest_existing(directory))
+        create_file(probe, lambda fd: None)
+        try:
+            return os.path.lexists(probe.with_name(probe.name.swapcase()))
+        finally:
+            probe.unlink()
 
 
 def _nearest_existing(path: Path) -> Path:

@@ -289,6 +289,16 @@ class Plan:
         """The output tensors that are not plain carry-overs."""
         return (t for file in self.rewritten for t in file.tensors if not t.is_carried)
 
+    @property
+    def names(self) -> list[str]:
+        """Every file of the output, but for the manifest."""
+        files: tuple[RewrittenFile | CarriedFile | GeneratedFile, ...] = (
+            *self.rewritten,
+            *self.carried,
+            *self.generated,
+        )
+        return [file.name for file in files]
+
     def source_identity(self) -> dict[str, list[int]]:
         """Size and modification time of every source file that the plan reads.
 

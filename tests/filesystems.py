@@ -56,6 +56,22 @@ def xfs(size: int = 320 << 20) -> Iterator[Path]:
 
 
 @contextmanager
+def ignoring_case(size: int = 16 << 20) -> Iterator[Path]:
+    """A folder on an ext4 whose names are the same in any case."""
+    if shutil.which("mkfs.ext4") is None or shutil.which("chattr") is None:
+        pytest.skip("mkfs.ext4 or chattr is not installed")
+    with tempfile.TemporaryDirectory(prefix="mla-ext4-") as folder:
+        image = Path(folder, "image")
+        with image.open("wb") as file:
+            file.truncate(size)
+        subprocess.run(["mkfs.ext4", "-q", "-O", "casefold", image], check=True, capture_output=True)
+        with _mounted("-o", "loop", str(image)) as root:
+            (root / "any").mkdir()
+            subprocess.run(["chattr", "+F", root / "any"], check=True, capture_output=True)
+            yield root / "any"
+
+
+@contextmanager
 def bind(source: Path) -> Iterator[Path]:
     """``source`` visible at a second path that no symbolic link explains."""
     with _mounted("--bind", str(source)) as root:
