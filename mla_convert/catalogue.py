@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,8 @@ class Catalogue:
         index: ``*.safetensors.index.json`` if there is one.
         others: Everything else that is carried over.
         warnings: Sentences worth showing the user.
+        copies: Where a tensor is stored more than once: the other files that hold a copy, equal by dtype and shape,
+            and by its bytes as far as they are here.
         origin: ``hf://org/name@commit`` if it comes from the Hub; ``root`` is then its place in the Hub's cache.
     """
 
@@ -75,6 +77,7 @@ class Catalogue:
     others: tuple[OtherFile, ...]
     warnings: tuple[str, ...] = ()
     origin: str | None = None
+    copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def label(self) -> str:

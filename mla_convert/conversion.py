@@ -182,8 +182,8 @@ def rewrite_files(
     """Rewrite the files that hold a replaced tensor; the new tensors stand in its place, or at the file's end."""
     by_file: dict[str, SourceFile] = {}
     for name in replaced:
-        file = catalogue.files[catalogue.tensors[name].file]
-        by_file[file.name] = file
+        for file in (catalogue.tensors[name].file, *catalogue.copies.get(name, ())):
+            by_file[file] = catalogue.files[file]
     return [_rewrite(file, replaced, append) for _, file in sorted(by_file.items())]
 
 
@@ -301,7 +301,11 @@ def _new_index(
     total = 0
     new = {file.name: [target.spec for target in file.tensors] for file in rewritten}
     for file in catalogue.files.values():
-        for spec in new.get(file.name, [stored.spec for stored in file.header.tensors]):
+        for spec in new.get(file.name, [each.spec for each in file.header.tensors]):
+            stored = catalogue.tensors.get(spec.name)
+            home = stored.file if stored else placed.get(spec.name, file.name)
+            if home != file.name:
+                continue  # it is a copy of what counts
             placed[spec.name] = file.name
             total += spec.nbytes
     value = edit_index(index.value, placed, replaced, total)

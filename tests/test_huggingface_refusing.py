@@ -241,12 +241,22 @@ def test_a_stale_index(source: Path) -> None:
     )  # fmt: skip
 
 
-def test_a_tensor_in_two_shards(source: Path) -> None:
+@pytest.mark.parametrize("index", [True, False])
+@pytest.mark.parametrize("what", ["bytes", "dtype"])
+def test_two_copies_of_a_tensor_that_differ(source: Path, what: str, index: bool) -> None:
     tensors = {
         name: t for name, t in load(source).items() if open_checkpoint(source).tensors[name].file == SECOND
     }
-    write_file(source / SECOND, {**tensors, KV_B: load(source)[KV_B]})
-    refused(source, BadInputError, f"tensor {KV_B} is in two shards: {FIRST} and {SECOND}")
+    copy = load(source)[KV_B]
+    data = copy.data[:-1] + bytes([copy.data[-1] ^ 1])  # the last bit of the last value
+    other = Stored(copy.dtype, copy.shape, data) if what == "bytes" else Stored("F16", copy.shape, copy.data)
+    write_file(source / SECOND, {**tensors, KV_B: other})
+    if not index:
+        (source / INDEX).unlink()
+    refused(
+        source, BadInputError, f"tensor {KV_B} is in two shards, and not the same: {FIRST} and {SECOND}",
+        f"{SECOND}: {other.dtype} {list(copy.shape)}",
+    )  # fmt: skip
 
 
 def test_a_left_over_shard_with_attention_weights(source: Path) -> None:

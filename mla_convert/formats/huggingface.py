@@ -19,6 +19,7 @@ from mla_convert.errors import BadInputError, CannotError, UsageError
 from mla_convert.formats.deepseek import parse_rank_file
 from mla_convert.formats.safetensors import read_open_header
 from mla_convert.names import parse_up_projection
+from mla_convert.reading import read_at
 from mla_convert.storage import identify, os_errors, prefetch
 from mla_convert.strict_json import MAX_BYTES, open_regular, parse_json, read_up_to
 
@@ -27,6 +28,8 @@ INDEX_SUFFIX = ".safetensors.index.json"
 CONFIG_NAMES = ("config.json", "params.json")
 #: Bytes that hold most headers.
 _HEADER_LENGTH = 256 << 10
+#: Bytes of two copies of a tensor that are compared at a time.
+_COMPARED = 4 << 20
 _SHARD = re.compile(r"(.*?)(\d+)-of-(\d+)\.safetensors")
 _RANK_FOLDER = re.compile(r"rank(\d+)-of-(\d+)")
 _MEGATRON = re.compile(r"\.metadata$|latest_checkpointed_iteration\.txt$|mp_rank_\d|iter_\d|.*\.distcp$")
@@ -77,6 +80,10 @@ class Folder:
         path = self.root / name
         with open_regular(path) as file:  # once: another file of this name would be noticed before publishing
             return SourceFile(name, path, read_open_header(file, str(path)), identify(file.fileno()))
+
+    def is_here(self, name: str) -> bool:
+        """True if the bytes of a file can be read."""
+        return True
 
     def other(self, name: str) -> OtherFile:
         """A file that is carried over as it is."""
@@ -152,7 +159,8 @@ def read_catalogue(folder: Folder) -> Catalogue:
         _require_whole_series(folder, names)
     folder.announce(weights)
     files = {name: folder.weights(name) for name in sorted(weights)}
-    tensors = _tensors(files, index)
+    tensors, copies = _tensors(files, index)
+    warnings += _require_equal(folder, files, tensors, copies)
     if index:
         _check_index(index, tensors)
         index.value["weight_map"] = {
@@ -169,6 +177,7 @@ def read_catalogue(folder: Folder) -> Catalogue:
         others=others,
         warnings=(*folder.warnings, *warnings, *more),
         origin=folder.origin,
+        copies={name: tuple(copy.file for copy in found) for name, found in copies.items()},
     )
 
 
@@ -183,7 +192,7 @@ def _open_file(path: Path) -> Catalogue:
         root=path.parent,
         single_file=True,
         files=files,
-        tensors=_tensors(files, None),
+        tensors=_tensors(files, None)[0],
         config=read_config(path.parent),
         index=None,
         others=(),
@@ -328,21 +337,74 @@ def _indexed(folder: Folder, names: list[str], index: JsonFile) -> tuple[list[st
     return sorted(wanted), warnings
 
 
-def _tensors(files: Mapping[str, SourceFile], index: JsonFile | None) -> dict[str, SourceTensor]:
+def _tensors(
+    files: Mapping[str, SourceFile], index: JsonFile | None
+) -> tuple[dict[str, SourceTensor], dict[str, list[SourceTensor]]]:
+    """Every tensor by name, and of those that are in several shards the other copies: the index's one counts."""
+    weight_map: Mapping[str, str] = index.value["weight_map"] if index else {}
     tensors: dict[str, SourceTensor] = {}
+    copies: dict[str, list[SourceTensor]] = {}
     for file in files.values():
         for stored in file.header.tensors:
             name = stored.spec.name
-            if name in tensors:
-                raise BadInputError(
-                    f"tensor {name} is in two shards: {tensors[name].file} and {file.name}",
-                    hint="keep the weights of one checkpoint in the folder"
-                    + ("" if index else "; an index would say which files belong together"),
-                )
-            tensors[name] = SourceTensor(stored.spec, file.name, stored.start, stored.stop)
+            found = SourceTensor(stored.spec, file.name, stored.start, stored.stop)
+            first = tensors.setdefault(name, found)
+            if first is found:
+                continue
+            if weight_map.get(name) == file.name:
+                tensors[name], found = found, first
+            copies.setdefault(name, []).append(found)
     if not tensors:
         raise BadInputError(f"none of the {len(files)} weight files holds a tensor")
-    return tensors
+    return tensors, copies
+
+
+def _require_equal(
+    folder: Folder,
+    files: Mapping[str, SourceFile],
+    tensors: Mapping[str, SourceTensor],
+    copies: Mapping[str, Sequence[SourceTensor]],
+) -> list[str]:
+    """A warning for tensors that are in several shards, all copies alike.
+
+    Raises:
+        BadInputError: Two copies differ.
+    """
+    later = 0
+    for name, found in copies.items():
+        for copy in found:
+            same = _are_equal(folder, files, tensors[name], copy)
+            if same is False:
+                raise BadInputError(
+                    f"tensor {name} is in two shards, and not the same: {tensors[name].file} and {copy.file}",
+                    hint="keep the weights of one checkpoint in the folder",
+                    details=[f"{x.file}: {x.spec.dtype} {list(x.spec.shape)}" for x in (tensors[name], copy)],
+                )
+            later += same is None
+    if not copies:
+        return []
+    name, (first, *_) = next(iter(copies.items()))
+    what = f"{len(copies)} tensors are" if len(copies) > 1 else "a tensor is"
+    how = "their bytes are compared once they are downloaded" if later else "the copies are equal"
+    return [f"{what} in two shards ({name} in {tensors[name].file} and {first.file}); {how}"]
+
+
+def _are_equal(
+    folder: Folder, files: Mapping[str, SourceFile], one: SourceTensor, other: SourceTensor
+) -> bool | None:
+    """None if the bytes are not here."""
+    if (one.spec.dtype, one.spec.shape) != (other.spec.dtype, other.spec.shape):
+        return False
+    if not (folder.is_here(one.file) and folder.is_here(other.file)):
+        return None
+    with open_regular(files[one.file].path) as left, open_regular(files[other.file].path) as right:
+        for at in range(0, one.spec.nbytes, _COMPARED):
+            count = min(_COMPARED, one.spec.nbytes - at)
+            if read_at(left.fileno(), count, one.start + at, one.file) != read_at(
+                right.fileno(), count, other.start + at, other.file
+            ):
+                return False
+    return True
 
 
 def _check_index(index: JsonFile, tensors: Mapping[str, SourceTensor]) -> None:
