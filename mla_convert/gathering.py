@@ -150,6 +150,9 @@ class Gatherer:
         values = memoryview(
             dequantise_rows(codes, width, self._scales(piece, width), piece.block_columns, piece.skip)
         )
+        if 2 * width == row_bytes:
+            view[row * row_bytes : (row + count) * row_bytes] = values
+            return
         for number in range(count):
             at = (row + number) * row_bytes + 2 * piece.at[1]
             view[at : at + 2 * width] = values[2 * number * width : 2 * (number + 1) * width]

@@ -1,7 +1,8 @@
 """How a KV up-projection is quantised, and the little arithmetic that its scales need.
 
 Splitting never recomputes a scale. Scales are copied, or replicated to smaller blocks (``split_kv``); only
-``--dequantize`` does arithmetic, element by element, in tables small enough for plain Python.
+``--dequantize`` does arithmetic, element by element: codes are multiplied in PyTorch, which is imported for that
+alone; the way back looks words up in tables small enough for plain Python.
 """
 
 from __future__ import annotations
@@ -227,7 +228,8 @@ def _e4m3(code: int) -> float:
 
 
 _E4M3 = tuple(_e4m3(code) for code in range(256))
-
+#: Between these a scale keeps all codes apart in BF16: the smallest, 2^-9, stays normal, and the largest, 448, finite.
+_SAFE_SCALES = (2.0**-117, 2.0**118)
 
 #: Half-way between the largest float32 and the next power of two: from here on a float32 is infinite.
 _F32_OVERFLOW = 2.0**128 - 2.0**103
@@ -292,6 +294,45 @@ def dequantise_rows(
         CannotError: Two codes become one value (the scale is zero, NaN, or at the end of the range of float32),
             so :func:`requantise_rows` could not tell them apart.
     """
+    least, most = _SAFE_SCALES
+    if all(least <= abs(scale) <= most for scale in scales):
+        return _multiplied(data, columns, scales, block_columns, skip)
+    return _looked_up(data, columns, scales, block_columns, skip)
+
+
+def _multiplied(
+    data: memoryview, columns: int, scales: Sequence[float], block_columns: int, skip: int
+) -> bytearray:
+    """The same, a band at a time, for scales that keep all codes apart."""
+    import torch
+
+    out = bytearray(2 * len(data))
+    if not out:
+        return out
+    codes = torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.int8)
+    # Sign, exponent and mantissa go where BF16 has them (the sign by its extension), which is the code's value times
+    # 2^-120. PyTorch's own conversion of float8_e4m3fn gives the same, but one element at a time.
+    bits = codes.to(torch.int16)
+    bits <<= 4
+    bits &= -0x7810  # 0x87F0
+    values = bits.view(torch.bfloat16).to(torch.float32).view(-1, columns)
+    values *= 2.0**120
+    values *= torch.tensor(scales, dtype=torch.float32).repeat_interleave(block_columns)[
+        skip : skip + columns
+    ]
+    torch.frombuffer(out, dtype=torch.bfloat16).view(-1, columns).copy_(values)
+    # Codes of NaN are rare, and looking for them takes less than comparing every code.
+    if codes.max() == 0x7F or codes.view(torch.uint8).max() == 0xFF:
+        words = torch.frombuffer(out, dtype=torch.int16)
+        words[codes == 0x7F] = 0x7FC0
+        words[codes == -1] = 0x7FC0 - 0x8000
+    return out
+
+
+def _looked_up(
+    data: memoryview, columns: int, scales: Sequence[float], block_columns: int, skip: int
+) -> bytearray:
+    """The same for any scales, each with a table of its own, which shows whether there is a way back."""
     out = bytearray(2 * len(data))
     for block, scale in enumerate(scales):
         words = bf16_words(scale)

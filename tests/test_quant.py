@@ -15,6 +15,7 @@ from mla_convert.errors import BadInputError, CannotError
 from mla_convert.quant import (
     Quantisation,
     Scheme,
+    _looked_up,
     bf16_words,
     config_block,
     decode_scales,
@@ -242,6 +243,7 @@ def test_rows_equal_torch(data: st.DataObject) -> None:
     scales = data.draw(st.lists(SANE, min_size=blocks, max_size=blocks))
     codes = data.draw(st.lists(st.integers(0, 255), min_size=columns * count, max_size=columns * count))
     found = torch.frombuffer(rows_of(codes, scales, columns, block), dtype=torch.int16)
+    assert found.numpy().tobytes() == _looked_up(memoryview(bytes(codes)), columns, scales, block, 0)
     weight = torch.tensor(codes, dtype=torch.uint8).view(torch.float8_e4m3fn).reshape(count, columns)
     wide = torch.tensor(scales, dtype=torch.float32).repeat_interleave(block)[:columns]
     expected = (weight.to(torch.float32) * wide).to(torch.bfloat16).view(torch.int16).reshape(-1)
@@ -249,6 +251,12 @@ def test_rows_equal_torch(data: st.DataObject) -> None:
     assert torch.equal(found[number], expected[number])
     back = requantise_rows(memoryview(bytes(found.numpy().tobytes())), columns, scales, block, "m")
     assert list(back) == codes
+
+
+@pytest.mark.parametrize("scale", [2.0**-117, 2.0**118, -(2.0**118), 1.7, -1.7, math.nextafter(2.0**-117, 0)])
+def test_multiplying_and_looking_up_agree(scale: float) -> None:
+    codes = memoryview(bytes(range(256)))
+    assert dequantise_rows(codes, 256, [scale], 256) == _looked_up(codes, 256, [scale], 256, 0)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.0, math.nan, math.inf, 2.0**-140, 2.0**125])
