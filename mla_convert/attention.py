@@ -14,13 +14,15 @@ from typing import TypeVar, cast
 import torch
 
 from mla_convert.errors import CannotError
-from mla_convert.formats.huggingface import open_checkpoint
 from mla_convert.geometry import AttentionBlock, find_blocks
+from mla_convert.megatron.eras import IndexerRows
 from mla_convert.runtime.block import MultiLatentAttention
 from mla_convert.runtime.dispatch import Backend, Requested
 from mla_convert.runtime.module import AbsorbedMLA
 from mla_convert.runtime.parallel import Parallel
-from mla_convert.verification.weights import TensorReader, block_spec, load_block
+from mla_convert.verification.readers import reader_of
+from mla_convert.verification.weights import block_spec, load_block
+from mla_convert.whole import open_whole
 
 Block = TypeVar("Block", bound=MultiLatentAttention)
 
@@ -36,26 +38,31 @@ def load_attention(
     backend: Requested | Backend = "auto",
     reduce_gradients: bool = True,
     trust_shapes: bool = False,
+    indexer_from: IndexerRows | None = None,
 ) -> Block:
-    """Read a block of a Hugging Face checkpoint, combined or split, with its scales applied.
+    """Read a block of a checkpoint, combined or split, with its scales applied.
 
     Args:
-        path: A checkpoint folder or one ``.safetensors`` file with a ``config.json`` beside it.
+        path: A checkpoint in any format that ``verify`` reads: a Hugging Face folder, or one ``.safetensors`` file with
+            ``config.json`` beside it; ranks, which are put together; or a checkpoint of Megatron.
         layer: Its number or, where a layer has several blocks, the block's prefix.
         kind: ``AbsorbedMLA`` (also for None) or ``StandardMLA``.
         dtype: Of all parameters: the product of codes and scales is taken in float64 and rounded once.
         device: Where the parameters go.
         parallel, backend, reduce_gradients: As ``AbsorbedMLA`` takes them.
         trust_shapes: Let tensor shapes win where ``config.json`` contradicts them.
+        indexer_from: The order of a Megatron checkpoint's indexer rows, where it does not tell.
 
     Raises:
         BadInputError: The checkpoint cannot be read, or a part of the block is missing.
-        CannotError: There is no such block, or several.
+        CannotError: There is no such block, or several; or nothing tells the order of its indexer's rows.
     """
-    catalogue = open_checkpoint(Path(path))
-    block = _chosen(find_blocks(catalogue, trust_shapes=trust_shapes), layer)
-    spec = block_spec(catalogue, block)
-    loaded = load_block(TensorReader(catalogue), block, spec, torch.device(device)).to(dtype)
+    whole = open_whole(Path(path), indexer_from)
+    block = _chosen(find_blocks(whole.logical, trust_shapes=trust_shapes), layer)
+    if whole.megatron and whole.megatron.unresolved and block.has_indexer:
+        raise whole.megatron.unresolved
+    spec = block_spec(whole.logical, block)
+    loaded = load_block(reader_of(whole), block, spec, torch.device(device)).to(dtype)
     made = cast("type[Block]", AbsorbedMLA) if kind is None else kind
     return made(
         spec,
