@@ -255,6 +255,12 @@ def _convert(
         check_target(path, target, overwrite=run.overwrite)
         opened = open_source(source, command, progress)
 
+        if opened.hub and opened.is_archive:
+            if dry_run:
+                opened.require_here()
+            run = replace(run, resume_command=_pinned(run.resume_command, opened.hub))
+            _download(opened.hub, progress, run.resume_command, ranks)
+
         def planned() -> tuple[Plan, Catalogue, tuple[AttentionBlock, ...]]:
             with _without_collector():
                 plan, inventory = make_plan(opened)
@@ -274,10 +280,7 @@ def _convert(
             if ranks.leads:
                 _check_space(opened.hub, plan, target)
             del plan, inventory, blocks  # they take as much memory as those that follow
-            if ranks.leads:
-                opened.hub.download(progress, run.resume_command)
-            ranks.tell()
-            _require_downloaded(opened.hub)
+            _download(opened.hub, progress, run.resume_command, ranks)
             plan, inventory, blocks = planned()
         with _without_collector():
             report = run_plan(plan, target, run, progress, ranks)
@@ -295,7 +298,11 @@ def _require_one_plan(ranks: Ranks, plan: Plan) -> None:
         )
 
 
-def _require_downloaded(checkpoint: HubCheckpoint) -> None:
+def _download(checkpoint: HubCheckpoint, progress: Progress, command: str | None, ranks: Ranks) -> None:
+    """Rank 0 brings what is missing into the cache, which all share."""
+    if ranks.leads:
+        checkpoint.download(progress, command)
+    ranks.tell()
     missing = checkpoint.missing()
     if missing:
         raise LocalIOError(

@@ -259,7 +259,7 @@ class HubCheckpoint:
             raise self.hub.not_cached(f"{len(missing)} of {len(self.files)} files of {self.origin}", missing)
         output_folder.require_distinct(cache_folder(self.asked), self.files, self.origin)
         self.check_space()
-        weights = [name for name in missing if name.endswith(".safetensors")]
+        weights = [name for name in missing if name.endswith((".safetensors", ".distcp", ".pt"))]
         batches = [name for name in missing if name not in set(weights)], weights
 
         def work(name: str, stop: threading.Event) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mla_convert.errors import CannotError
+from mla_convert.formats.torch_dist import lists_torch_dist
+from mla_convert.formats.torch_legacy import lists_torch
 from mla_convert.manifest import Manifest
 from mla_convert.streams import visible
 
@@ -54,7 +56,8 @@ def make_card(
     if existing is None:
         fields |= _licence(source_card)
         title = _text(repo_id.partition("/")[2] or repo_id)
-        return f"{_front({**fields, 'tags': ['mla-convert']})}# {title}\n\n{section}\n".encode()
+        tags = ["mla-convert", *(["megatron"] if _megatron_format(manifest) else [])]
+        return f"{_front({**fields, 'tags': tags})}# {title}\n\n{section}\n".encode()
     try:
         text = existing.decode("utf-8")
     except UnicodeDecodeError:
@@ -138,6 +141,8 @@ def _section(
     manifest: Manifest, repo_id: str, verification: Mapping[str, Any] | None, stored_as: str | None
 ) -> str:
     split = manifest.value.get("layout") != "combined"
+    megatron = _megatron_format(manifest)
+    how = _how_to_load_in_megatron(repo_id, megatron, split) if megatron else _how_to_load(split)
     parts = [
         "## Conversion\n",
         _done(manifest),
@@ -145,11 +150,20 @@ def _section(
         "### Verification\n",
         _verification(verification),
         "### How to load\n",
-        _how_to_load(split),
+        how,
     ]
     if split:
-        parts += ["### How to combine it again\n", _how_to_combine(repo_id)]
+        is_restored = manifest.operation == "split" and megatron != "torch"
+        parts += ["### How to combine it again\n", _how_to_combine(repo_id, is_restored=is_restored)]
     return "\n".join(parts)
+
+
+def _megatron_format(manifest: Manifest) -> str | None:
+    """``torch_dist`` or ``torch``, by the names of the files; None for safetensors."""
+    names = list(manifest.value.get("files", ()))
+    if lists_torch(names):
+        return "torch"
+    return "torch_dist" if lists_torch_dist(names) else None
 
 
 def _done(manifest: Manifest) -> str:
@@ -157,6 +171,20 @@ def _done(manifest: Manifest) -> str:
     of = f" of [{source}](https://huggingface.co/{source})" if source else ""
     if manifest.operation == "combine":
         return f"K and V of the KV up-projections{of} were put together again by mla-convert.\n"
+    if manifest.operation == "migrate":
+        return (
+            f"A checkpoint{of} was brought to the conventions of another Megatron release by mla-convert. Rows and "
+            "names were moved; nothing was computed.\n"
+        )
+    if manifest.operation == "reshard":
+        options = manifest.value.get("options")
+        dequantised = isinstance(options, dict) and options.get("dequantize")
+        how = (
+            "FP8 weights were multiplied out to BF16 where needed" if dequantised else "nothing was computed"
+        )
+        return (
+            f"The weights{of} were laid out anew, over ranks or in another format, by mla-convert; {how}.\n"
+        )
     return (
         f"The KV up-projections{of} were split into K and V by mla-convert. Rows were moved, not computed; "
         "every other tensor is unchanged.\n"
@@ -246,12 +274,30 @@ def _how_to_load(split: bool) -> str:
     )
 
 
-def _how_to_combine(repo_id: str) -> str:
+def _how_to_load_in_megatron(repo_id: str, format: str, split: bool) -> str:
     name = repo_id.partition("/")[2] or repo_id
+    layout = (
+        "Up-projections are `linear_k_up_proj` and `linear_v_up_proj`, as absorbed attention has them; for standard "
+        "attention combine them first.\n\n"
+        if split
+        else ""
+    )
+    return (
+        f"{layout}A checkpoint of Megatron in its `{format}` format:\n\n```console\n"
+        f"$ hf download {repo_id} --local-dir {name}\n```\n\n"
+        f"and then `--load {name} --use-checkpoint-args --ckpt-format {format}`. Some of its files are pickles, as "
+        "Megatron writes them; mla-convert reads them as data.\n"
+    )
+
+
+def _how_to_combine(repo_id: str, *, is_restored: bool) -> str:
+    name = repo_id.partition("/")[2] or repo_id
+    download = f"```console\n$ hf download {repo_id} --local-dir {name}\n$ mla-convert verify {name}\n"
+    if not is_restored:
+        return f"{download}$ mla-convert reshard {name} --tp N --layout combined -o {name}-combined\n```\n"
     return (
         "`mla-convert.json` holds what it takes to rebuild the original weights, index and configuration, byte "
-        f"for byte:\n\n```console\n$ hf download {repo_id} --local-dir {name}\n$ mla-convert verify {name}\n"
-        f"$ mla-convert combine {name} -o {name}-combined\n```\n"
+        f"for byte:\n\n{download}$ mla-convert combine {name} -o {name}-combined\n```\n"
     )
 
 

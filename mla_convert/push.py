@@ -270,9 +270,13 @@ class _Push:
 
     def _message(self) -> str:
         manifest = self.publication.manifest
-        done = {"split": "Split", "combine": "Combined"}.get(manifest.operation, "Converted")
+        done = {
+            "split": "Split KV up-projections",
+            "combine": "Combined KV up-projections",
+            "migrate": "Migrated to the conventions of another Megatron release",
+        }.get(manifest.operation, "Resharded")
         note = "" if self.publication.verified else ", not verified"
-        return f"{done} KV up-projections (mla-convert{note})"
+        return f"{done} (mla-convert{note})"
 
     def _upload(self, outgoing: Sequence[PushFile]) -> list[CommitOperationAdd]:
         """Send the bytes of every file; nothing is visible yet. What the Hub has already is not sent again."""

@@ -13,10 +13,20 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mla_convert import storage
-from mla_convert.errors import BadInputError, CannotError, DifferenceError, LocalIOError, UsageError
+from mla_convert.errors import (
+    BadInputError,
+    CannotError,
+    DifferenceError,
+    LocalIOError,
+    MlaConvertError,
+    UsageError,
+)
 from mla_convert.filling import sha256_of_range
 from mla_convert.formats.huggingface import MANIFEST_NAME
+from mla_convert.formats.torch_dist import is_torch_dist, open_torch_dist
+from mla_convert.formats.torch_legacy import is_torch, open_torch
 from mla_convert.manifest import Manifest, read_manifest, sha256_of
+from mla_convert.megatron.model import is_optimizer_key
 from mla_convert.progress import Progress
 from mla_convert.sharing import LINK_THRESHOLD
 from mla_convert.storage import plain
@@ -26,7 +36,7 @@ README = "README.md"
 #: Stands for the source's path in what is pushed: no folder is called so, and so none is found.
 UNPUBLISHED = "(not published)"
 _FORBIDDEN = frozenset({"", ".", "..", ".git", ".cache"})
-_WEIGHTS = ".safetensors"
+_WEIGHTS = (".safetensors", ".distcp", ".pt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +132,7 @@ def read_publication(folder: Path, *, unverified: bool, record: bool, progress: 
     if manifest is None:
         raise CannotError(
             f"{plain(folder)} has no {MANIFEST_NAME}, so it is not known which files are meant",
-            hint="push the output of mla-convert split or combine; for other folders there is hf upload",
+            hint="push an output of mla-convert; for other folders there is hf upload",
         )
     _check_names(manifest)
     _check_sizes(folder, manifest)
@@ -250,7 +260,7 @@ def _completed(manifest: Manifest, files: Mapping[str, PushFile], *, record: boo
 
 
 def _warnings(folder: Path, manifest: Manifest) -> list[str]:
-    warnings = []
+    warnings = _megatron_warnings(folder)
     entry = manifest.files.get("config.json")
     if entry and entry["size"] <= LINK_THRESHOLD:
         config = parse_json(read_bytes(folder / "config.json"), where="config.json")
@@ -260,3 +270,36 @@ def _warnings(folder: Path, manifest: Manifest) -> list[str]:
                 f"config.json names a local path under _name_or_path, and is pushed as it is: {name}"
             )
     return warnings
+
+
+def _megatron_warnings(folder: Path) -> list[str]:
+    """What a checkpoint of Megatron tells besides weights, and perhaps should not."""
+    arguments: Mapping[str, Any] = {}
+    has_optimizer = False
+    try:
+        if is_torch(folder):
+            ranks = open_torch(folder)
+            arguments, has_optimizer = ranks.arguments, any(rank.has_optimizer for rank in ranks.ranks)
+        elif is_torch_dist(folder):
+            found = open_torch_dist(folder)
+            arguments = found.arguments
+            has_optimizer = any(is_optimizer_key(key) for key in found.metadata.tensors)
+    except MlaConvertError:  # what is pushed unverified may be in any state
+        return []
+    warnings = []
+    if has_optimizer:
+        warnings.append(
+            "the optimizer's state is pushed with the weights; `mla-convert split --drop-optimizer` leaves it out"
+        )
+    local = sorted(name for name, value in arguments.items() if _names_a_path(value))
+    if local:
+        warnings.append(
+            f"Megatron's arguments name local paths, and are pushed as they are: {', '.join(local[:5])}"
+            + (f" and {len(local) - 5} more" if local[5:] else "")
+        )
+    return warnings
+
+
+def _names_a_path(value: Any) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return any(isinstance(each, str) and PurePosixPath(each).is_absolute() for each in values)

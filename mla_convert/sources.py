@@ -28,8 +28,8 @@ from mla_convert.formats.huggingface import (
     parse_rank_folder,
     read_catalogue,
 )
-from mla_convert.formats.torch_dist import is_torch_dist, open_torch_dist
-from mla_convert.formats.torch_legacy import is_torch
+from mla_convert.formats.torch_dist import is_torch_dist, lists_torch_dist, open_torch_dist
+from mla_convert.formats.torch_legacy import is_torch, lists_torch
 from mla_convert.geometry import Layout, find_blocks
 from mla_convert.hub_source import HubCheckpoint, cache_folder, hub_id
 from mla_convert.inspection import inspect_document
@@ -44,7 +44,7 @@ from mla_convert.plan import Plan
 from mla_convert.progress import Progress
 from mla_convert.sharding import ReshardOptions
 from mla_convert.splitting import SplitOptions, plan_split
-from mla_convert.storage import plain
+from mla_convert.storage import human_bytes, plain
 from mla_convert.whole import Whole, open_whole, read_whole
 
 T = TypeVar("T")
@@ -101,6 +101,24 @@ class Source(ABC):
     hub: HubCheckpoint | None
     progress: Progress
 
+    @property
+    def is_archive(self) -> bool:
+        """True if what it holds is only known from inside its files: all of them have to be here to be read."""
+        return self.kind in (Kind.TORCH_DIST, Kind.TORCH)
+
+    def require_here(self) -> None:
+        """
+        Raises:
+            CannotError: It would have to be downloaded to be read.
+        """
+        if self.hub and self.is_archive and (missing := self.hub.missing()):
+            size = human_bytes(sum(self.hub.files[name].size for name in missing))
+            raise CannotError(
+                f"{self.hub.asked} is {self.kind}, whose tensors are described inside its archives: it cannot be looked"
+                f" at before it is downloaded ({len(missing)} files, {size})",
+                hint=f"hf download {self.hub.asked.repository}, then the same again; or convert it without --dry-run",
+            )
+
     @abstractmethod
     def plan_split(self, options: SplitOptions, megatron: MegatronOptions) -> Planned:
         """Plan ``split``."""
@@ -118,10 +136,16 @@ class Source(ABC):
         return _listable(self._read_whole(indexer_from), lambda found: found.source)
 
     def _read_whole(self, indexer_from: IndexerRows | None) -> Whole:
-        return open_whole(self.path, indexer_from)
+        return self._read(
+            lambda folder: read_whole(folder, indexer_from), lambda path: open_whole(path, indexer_from)
+        )
+
+    def _read(self, folder: Callable[[Folder], T], path: Callable[[Path], T]) -> T:
+        return self.hub.read(folder, self.progress, (MANIFEST_NAME,)) if self.hub else path(self.path)
 
     def inspect(self, *, trust_shapes: bool) -> tuple[Catalogue, dict[str, Any]]:
         """The inventory, and what ``inspect`` says."""
+        self.require_here()
         whole = self.whole()
         return whole.logical, inspect_document(whole, find_blocks(whole.logical, trust_shapes=trust_shapes))
 
@@ -156,17 +180,12 @@ class SafetensorsSource(Source):
         )
         return _listable(self._read(read_catalogue, open_checkpoint), lambda found: found)
 
-    def _read_whole(self, indexer_from: IndexerRows | None) -> Whole:
-        return self._read(read_whole, lambda path: open_whole(path, indexer_from))
-
-    def _read(self, folder: Callable[[Folder], T], path: Callable[[Path], T]) -> T:
-        return self.hub.read(folder, self.progress, (MANIFEST_NAME,)) if self.hub else path(self.path)
-
 
 class TorchDistSource(Source):
     """Megatron's torch_dist: edited as it is, with whatever training left in it."""
 
     def inspect(self, *, trust_shapes: bool) -> tuple[Catalogue, dict[str, Any]]:
+        self.require_here()
         model = self._model()
         return model.logical, megatron_document(model, find_blocks(model.logical, trust_shapes=trust_shapes))
 
@@ -195,7 +214,10 @@ class TorchDistSource(Source):
         return plan_migrate(model, options, trust_shapes=trust_shapes), model.logical
 
     def _model(self) -> MegatronModel:
-        return _listable(read_model(open_torch_dist(self.path)), lambda found: found.logical)
+        found = self._read(
+            lambda folder: open_torch_dist(folder.root, folder.origin, folder.warnings), open_torch_dist
+        )
+        return _listable(read_model(found), lambda found: found.logical)
 
 
 class TorchSource(Source):
@@ -254,7 +276,12 @@ _FOR_RANKS = (
 
 
 def kind_of(names: Iterable[str]) -> Kind:
-    """The kind of a checkpoint that consists of files of these names, none of Megatron's."""
+    """The kind of a checkpoint that consists of files of these names."""
+    names = list(names)
+    if lists_torch(names):
+        return Kind.TORCH
+    if lists_torch_dist(names):
+        return Kind.TORCH_DIST
     tops = {name.partition("/")[::2] for name in names}
     if any((found := parse_rank_file(top)) and found[1] > 1 for top, _ in tops):
         return Kind.RANK_FILES

@@ -105,13 +105,15 @@ def open_whole(path: Path, indexer_from: IndexerRows | None = None) -> Whole:
             other.
     """
     if is_megatron(path):
-        return _of_megatron(path, indexer_from)
+        return _of_megatron(Folder(path), indexer_from)
     folder = folder_of(path)
     return read_whole(folder) if folder else _unsharded(open_checkpoint(path))
 
 
-def read_whole(folder: Folder) -> Whole:
+def read_whole(folder: Folder, indexer_from: IndexerRows | None = None) -> Whole:
     """The inventory of the checkpoint in a folder; errors are those of :func:`open_whole`."""
+    if is_megatron(folder.root):
+        return _of_megatron(folder, indexer_from)
     names = folder.entries()
     files = {name: found for name in names if (found := parse_rank_file(name))}
     folders = {
@@ -137,12 +139,12 @@ def _unsharded(catalogue: Catalogue) -> Whole:
     )
 
 
-def _of_megatron(path: Path, indexer_from: IndexerRows | None) -> Whole:
-    is_legacy = is_torch(path)
+def _of_megatron(folder: Folder, indexer_from: IndexerRows | None) -> Whole:
+    is_legacy = is_torch(folder.root)
     if is_legacy:
-        found = read_torch_source(open_torch(path), indexer_from)
+        found = read_torch_source(open_torch(folder.root, folder.origin, folder.warnings), indexer_from)
     else:
-        found = read_dist_source(open_torch_dist(path), indexer_from)
+        found = read_dist_source(open_torch_dist(folder.root, folder.origin, folder.warnings), indexer_from)
     return Whole(
         source=found.weights.source,
         logical=found.logical,

@@ -297,7 +297,11 @@ def test_no_tensors_at_all(tmp_path: Path) -> None:
         ),
         (("mp_rank_00",), CannotError, "Megatron"),
         (("iter_0000001",), CannotError, "Megatron"),
-        (("model0-mp2.safetensors", "model1-mp2.safetensors"), CannotError, "2 tensor-parallel rank files"),
+        (
+            ("model0-mp2.safetensors", "model1-mp2.safetensors"),
+            CannotError,
+            "is a checkpoint in DeepSeek's rank files, which",
+        ),
     ],
 )
 def test_folders_of_another_kind(

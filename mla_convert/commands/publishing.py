@@ -18,7 +18,12 @@ from mla_convert.reporting import reporting
 
 
 def push_command(
-    path: Annotated[Path, typer.Argument(help="An output of split or combine.", metavar="PATH")],
+    path: Annotated[
+        Path,
+        typer.Argument(
+            help="An output of split, combine, migrate or reshard, in any format.", metavar="PATH"
+        ),
+    ],
     repo_id: Annotated[
         str, typer.Argument(help="The repository, USER/NAME; created if it is missing.", metavar="REPO_ID")
     ],

@@ -234,8 +234,7 @@ def _weight_names(folder: Folder) -> list[str]:
     if any(_MEGATRON.match(name) for name in entries):
         raise CannotError(
             f"{folder} looks like a Megatron checkpoint, not a Hugging Face one",
-            hint="verify and push need `mla-convert reshard --to huggingface` first; other commands take its save "
-            "folder or one iteration",
+            hint="give its save folder, or the folder of one iteration",
         )
     for suffix, what in ((".bin", "PyTorch pickle"), (".pt", "PyTorch pickle"), (".gguf", "GGUF")):
         if any(name.endswith(suffix) for name in entries):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,7 @@ COMMON_GLOBALS: Allowed = {
 
 _MAX_JSON = 1 << 20
 _ITERATION = re.compile(r"iter_(\d{7,})|release")
+_OWN = re.compile(rf"(?:(?:{_ITERATION.pattern})/)?{re.escape(METADATA)}|{re.escape(TRACKER)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class TorchDist:
         common: The common state; empty if there is none.
         has_common_file: True if it is in ``common.pt``, as releases before 0.19 write it.
         warnings: Sentences worth showing the user.
+        origin: ``hf://org/name@commit`` if ``root`` is a commit's place in the Hub's cache.
     """
 
     root: Path
@@ -87,6 +89,7 @@ class TorchDist:
     common: Mapping[str, Any]
     has_common_file: bool
     warnings: tuple[str, ...]
+    origin: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -113,11 +116,18 @@ def is_torch_dist(path: Path) -> bool:
         )
 
 
-def open_torch_dist(path: Path) -> TorchDist:
+def lists_torch_dist(names: Iterable[str]) -> bool:
+    """True if files of these names are such a checkpoint."""
+    return any(_OWN.fullmatch(name) for name in names)
+
+
+def open_torch_dist(path: Path, origin: str | None = None, notes: tuple[str, ...] = ()) -> TorchDist:
     """Read what a checkpoint says about itself; of its weights nothing.
 
     Args:
         path: A save folder (the iteration its tracker names is read) or the folder of one iteration.
+        origin: What it is on the Hub, if it comes from there.
+        notes: What the user should know about how it was found.
 
     Raises:
         UsageError: There is nothing at ``path``.
@@ -150,7 +160,8 @@ def open_torch_dist(path: Path) -> TorchDist:
         for name in sorted(_walk(path, prefix))
         if name not in taken
     )
-    return TorchDist(path, prefix, files, others, metadata, common, has_file, tuple(warnings))
+    said = (*notes, *warnings)
+    return TorchDist(path, prefix, files, others, metadata, common, has_file, said, origin)
 
 
 def no_header(size: int) -> SafetensorsHeader:

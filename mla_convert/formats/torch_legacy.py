@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ RANK_GLOBALS: Allowed = {
 }
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _ITERATION = re.compile(r"iter_\d{7,}|release")
+_RANK_FILE = re.compile(rf"(?:(?:{_ITERATION.pattern})/)?{_RANK.pattern}/")
 _MODEL = re.compile(r"model(\d*)")
 _HINT = "copy the whole iteration; every rank holds a part of every layer"
 
@@ -82,6 +83,7 @@ class TorchCheckpoint:
         ranks: What they hold.
         arguments: Megatron's arguments, as rank 0 has them.
         warnings: Sentences worth showing the user.
+        origin: ``hf://org/name@commit`` if ``root`` is a commit's place in the Hub's cache.
     """
 
     root: Path
@@ -91,6 +93,7 @@ class TorchCheckpoint:
     ranks: tuple[RankModel, ...]
     arguments: Mapping[str, Any]
     warnings: tuple[str, ...]
+    origin: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -113,7 +116,12 @@ def is_torch(path: Path) -> bool:
         )
 
 
-def open_torch(path: Path) -> TorchCheckpoint:
+def lists_torch(names: Iterable[str]) -> bool:
+    """True if files of these names are such a checkpoint."""
+    return any(_RANK_FILE.match(name) for name in names)
+
+
+def open_torch(path: Path, origin: str | None = None, notes: tuple[str, ...] = ()) -> TorchCheckpoint:
     """Read what the ranks' files say about themselves; of their weights nothing.
 
     Raises:
@@ -147,7 +155,8 @@ def open_torch(path: Path) -> TorchCheckpoint:
         for name in sorted(_walk(path, prefix))
         if name not in taken
     )
-    return TorchCheckpoint(path, prefix, files, others, tuple(ranks), arguments, tuple(warnings))
+    said = (*notes, *warnings)
+    return TorchCheckpoint(path, prefix, files, others, tuple(ranks), arguments, said, origin)
 
 
 # The folder

@@ -53,7 +53,7 @@ def read_torch_source(found: TorchCheckpoint, indexer_from: IndexerRows | None =
     own = {other.name for other in found.others if other.name.startswith(f"{found.prefix}mp_rank_")} | {
         TRACKER
     }
-    source = inventory(found.root, found.folder, found.files, found.others, own, found.warnings)
+    source = inventory(found.root, found.folder, found.files, found.others, own, found.warnings, found.origin)
     first = found.ranks[0]
     weights = MegatronWeights(source, arguments=found.arguments, common=first.rest)
     weights.left_behind = sum(rank.has_optimizer for rank in found.ranks)

@@ -139,6 +139,7 @@ def read_model(source: TorchDist) -> MegatronModel:
         index=None,
         others=source.others,
         warnings=source.warnings,
+        origin=source.origin,
     )
     return MegatronModel(source, logical, keys)
 

@@ -113,7 +113,7 @@ def read_dist_source(dist: TorchDist, indexer_from: IndexerRows | None = None) -
         BadInputError: It is damaged or contradicts itself.
     """
     own = {f"{dist.prefix}{name}" for name in _OWN_FILES} | {TRACKER}
-    source = inventory(dist.root, dist.folder, dist.files, dist.others, own, dist.warnings)
+    source = inventory(dist.root, dist.folder, dist.files, dist.others, own, dist.warnings, dist.origin)
     weights = read_dist_weights(dist, source)
     evidence = indexer_evidence(
         dist.arguments,
@@ -131,6 +131,7 @@ def inventory(
     others: Iterable[OtherFile],
     own: set[str],
     warnings: tuple[str, ...],
+    origin: str | None,
 ) -> Catalogue:
     """The files of a checkpoint as a catalogue that has no tensors yet.
 
@@ -141,6 +142,7 @@ def inventory(
         others: All other files.
         own: Those that mean nothing in another format.
         warnings: What there is to say.
+        origin: What it is on the Hub, if it comes from there.
     """
     config = read_config(root) or (read_config(folder) if folder != root else None)
     kept = tuple(
@@ -159,6 +161,7 @@ def inventory(
         index=None,
         others=kept,
         warnings=warnings,
+        origin=origin,
     )
 
 
