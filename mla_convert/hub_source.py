@@ -26,7 +26,7 @@ from mla_convert.formats.huggingface import (
     parse_rank_folder,
 )
 from mla_convert.formats.safetensors import MAX_HEADER_LENGTH, SafetensorsHeader, parse_header
-from mla_convert.hub_client import HubClient, RemoteFile, StoppedError, in_parallel
+from mla_convert.hub_reading import HubClient, RemoteFile, StoppedError, in_parallel
 from mla_convert.progress import Progress
 from mla_convert.storage import FileIdentity, human_bytes
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from mla_convert.api import inspect
 from mla_convert.errors import CannotError, DifferenceError, HubError, MlaConvertError, UsageError
-from mla_convert.hub import DELAYS, Hub, connect, is_transient, status_of, summary
+from mla_convert.hub_errors import DELAYS, is_transient, status_of, summary
+from mla_convert.hub_writing import Hub, connect
 from mla_convert.model_card import make_card
 from mla_convert.progress import Progress, SilentProgress
 from mla_convert.push_files import README, Publication, PushFile, read_publication

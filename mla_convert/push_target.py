@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_convert.errors import CannotError, HubError
-from mla_convert.hub import Hub, status_of
+from mla_convert.hub_errors import status_of
+from mla_convert.hub_writing import Hub
 from mla_convert.push_files import README, PushFile
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What a source on the Hub needs of huggingface_hub: find, list, read, download; retried, and explained where it fails.
+"""The Hub's client for sources: find, list, read, download; retried, and explained where it fails.
 
 Its words never reach the user: errors become sentences with a next step, its log and its bars are silenced. Nothing
 here names the token.
@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 from mla_convert import __version__
 from mla_convert.errors import HubError, MlaConvertError
-from mla_convert.hub import DELAYS, is_transient
-from mla_convert.storage import os_errors
+from mla_convert.hub_errors import DELAYS, explain_reading, is_transient
 
 _LONGEST_WAIT = 300.0  # seconds; what the Hub asks for beyond that is not waited for
 _CHUNK = 1 << 20  # bytes received before they are written
@@ -186,83 +185,14 @@ class HubClient:
         except (MlaConvertError, StoppedError):
             raise
         except Exception as error:
-            raise self._explained(error, what, folder) from None
-
-    def _explained(self, error: Exception, what: str, folder: Path | None) -> Exception:
-        from huggingface_hub import errors
-
-        if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-            error = error.__cause__
-        names = {kind.__name__ for kind in type(error).__mro__}  # those of httpx or of httpx2
-        page = f"{self.endpoint}/{self.repository}"
-        if isinstance(error, errors.GatedRepoError):
-            return HubError(
-                f"{what} is gated, and access was not granted",
-                hint=f"ask for it at {page}, and log in as that user: hf auth login, or HF_TOKEN",
-            )
-        if isinstance(error, errors.RevisionNotFoundError):
-            return HubError(
-                f"{what}: the repository has no such revision",
-                hint=f"branches, tags and commits are listed at {page}/commits/main",
-            )
-        if isinstance(error, errors.RepositoryNotFoundError):
-            return HubError(
-                f"{what}: no such repository, or a private one that this token may not see",
-                hint="check the name; for a private repository log in first: hf auth login, or HF_TOKEN",
-            )
-        if isinstance(error, errors.EntryNotFoundError):
-            return HubError(f"{what}: a file that is listed is not there", hint="run it again")
-        if isinstance(error, errors.HfHubHTTPError):
-            return _refused(error.response.status_code, what)
-        if isinstance(error, errors.OfflineModeIsEnabled):
-            return self.not_cached(what)
-        if names & {"LocalProtocolError", "UnicodeEncodeError"}:
-            return HubError(
-                f"{what}: the token is not one that can be sent",
-                hint="log in again: hf auth login, or another HF_TOKEN",
-            )
-        if "HTTPError" in names:  # what is left of these is below HTTP
-            return HubError(
-                f"{what}: the connection to {self.endpoint} failed ({type(error).__name__})",
-                hint="run it again: what is downloaded is kept; HF_HUB_OFFLINE=1 works from the cache alone",
-            )
-        if isinstance(error, OSError) and error.errno is not None:
-            try:
-                with os_errors(folder or Path(error.filename or "."), "write to"):
-                    raise error
-            except MlaConvertError as explained:
-                return explained
-        if "hf_xet" in str(error) and "install" in str(error):
-            return HubError(
-                f"{what} has a file too large for plain HTTP",
-                hint="install what it needs: pip install hf_xet",
-            )
-        if isinstance(error, (OSError, RuntimeError, ValueError)):  # hf_xet raises these, too
-            return HubError(f"{what}: the download failed ({type(error).__name__})", hint="run it again")
-        return error
-
-
-def _refused(status: int, what: str) -> HubError:
-    if status == 401:
-        return HubError(
-            f"{what}: the Hub does not accept the token (401)",
-            hint="it may have expired: hf auth login, or another HF_TOKEN",
-        )
-    if status == 403:
-        return HubError(
-            f"{what}: the token has no permission to read this (403)",
-            hint="use a token with read access to the repository: hf auth login, or HF_TOKEN",
-        )
-    if status == 429:
-        return HubError(
-            f"{what}: the Hub limits the rate of requests (429)", hint="run it again in some minutes"
-        )
-    if status >= 500:
-        return HubError(
-            f"{what}: the Hub is in trouble ({status})",
-            hint="run it again later: what is downloaded is kept",
-        )
-    return HubError(f"{what}: the Hub refused ({status})", hint="check HF_ENDPOINT and the name")
+            raise explain_reading(
+                error,
+                what,
+                folder,
+                endpoint=self.endpoint,
+                repository=self.repository,
+                not_cached=lambda: self.not_cached(what),
+            ) from None
 
 
 def _wait(error: Exception, usual: float) -> float | None:
