@@ -19,7 +19,8 @@ from typing import Any
 
 from mla_convert import storage
 from mla_convert.errors import UsageError
-from mla_convert.ranks import COMING, ElsewhereError, LostRankError, ManyRanks, Ranks, Store, described
+from mla_convert.many_ranks import COMING, ElsewhereError, LostRankError, ManyRanks, Store, described
+from mla_convert.ranks import Ranks
 
 #: Environment variable: seconds without a sign of life after which a rank is lost.
 PATIENCE = "MLA_CONVERT_RANK_TIMEOUT"

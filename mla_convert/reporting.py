@@ -10,7 +10,7 @@ import typer
 
 from mla_convert.console import Console
 from mla_convert.errors import ExitCode, InterruptedRunError, LocalIOError, MlaConvertError
-from mla_convert.ranks import ElsewhereError
+from mla_convert.many_ranks import ElsewhereError
 from mla_convert.storage import plain
 from mla_convert.streams import shell_word
 

@@ -24,7 +24,7 @@ from checkpoints import unflushed  # noqa: F401
 from conversions import contents, environment, leftovers, memory_folder, run, write_checkpoint
 from sharded_models import MODELS, write_model
 
-from mla_convert import api, engine, meeting, output_folder, ranks
+from mla_convert import api, engine, many_ranks, meeting, output_folder
 from mla_convert.cli import main
 from mla_convert.engine import RunOptions
 from mla_convert.errors import LocalIOError, UsageError
@@ -562,13 +562,13 @@ def test_values_larger_than_the_store_takes() -> None:
 
     def other() -> None:
         second = dist.TCPStore("127.0.0.1", store.port, 2, is_master=False)
-        with ranks.ManyRanks(1, 2, second, 20, None) as member:
+        with many_ranks.ManyRanks(1, 2, second, 20, None) as member:
             member.gather(value)
             found.append(member.tell())
 
     thread = threading.Thread(target=other)
     thread.start()
-    with ranks.ManyRanks(0, 2, store, 20, None) as leader:
+    with many_ranks.ManyRanks(0, 2, store, 20, None) as leader:
         assert leader.gather(1) == [1, value]
         leader.tell(value)
     thread.join()
