@@ -8,8 +8,8 @@ import re
 import time
 from typing import Any
 
-from fake_hub import PAGE, USER, Answer, Blob, Commit, Repository, Request, Route, decode, git_oid
-from fake_hub import _upload_mode as upload_mode
+from fake_hub import PAGE, USER, Blob, Commit, Repository, git_oid, upload_mode
+from fake_hub_server import Answer, Request, Route, decode
 
 _MODEL = r"/api/models/(?P<name>[^/]+/[^/]+)"
 

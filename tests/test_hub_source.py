@@ -16,10 +16,12 @@ from typing import Any
 
 import conversions
 import fake_hub
+import fake_hub_server
 import filesystems
 import pytest
 from conversions import CARRIED_WEIGHTS, INDEX, command, contents, environment, manifest, write_checkpoint
-from fake_hub import TOKEN, Answer, FakeHub, running_hub
+from fake_hub import TOKEN, FakeHub, running_hub
+from fake_hub_server import Answer
 
 from mla_convert import api
 from mla_convert.cli import main
@@ -184,7 +186,7 @@ def same_output(found: Path, expected: Path) -> bool:
 
 def cut_bodies(hub: FakeHub, route: str, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
     """Let the connection break in the middle of an answer's body."""
-    plain, left = fake_hub._Handler._send, [times]
+    plain, left = fake_hub_server.Handler._send, [times]
 
     def send(self: Any, answer: Answer) -> None:
         if self.command != "GET" or not re.search(route, self.path) or answer.status >= 300 or not left[0]:
@@ -199,7 +201,7 @@ def cut_bodies(hub: FakeHub, route: str, monkeypatch: pytest.MonkeyPatch, times:
         self._drop()
         return None
 
-    monkeypatch.setattr(fake_hub._Handler, "_send", send)
+    monkeypatch.setattr(fake_hub_server.Handler, "_send", send)
 
 
 # Names
