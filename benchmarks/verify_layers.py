@@ -1,10 +1,11 @@
-"""Splits and verifies one full-size layer of each model family, and prints the table of errors.
+"""Splits (or reshards) and verifies one full-size layer of each model family, and prints the table of errors.
 
     python -m benchmarks.verify_layers [--families deepseek_v32,deepseek_v3,glm_5] [--tp 1,8] [--cp 1] [--tokens 4096]
-                                       [--backend tilelang] [--backward] [--launch] [--results FILE.md]
+                                       [--backend tilelang] [--backward] [--reshard] [--launch] [--results FILE.md]
 
 Weights are random, with the shapes, the FP8 format and the configuration of the published model. Everything runs
-through the commands a user has: ``mla-convert split``, then ``mla-convert verify``.
+through the commands a user has: ``mla-convert split``, then ``mla-convert verify``; with ``--reshard`` instead
+``mla-convert reshard --tp N --layout split``, and each rank verifies from its own files.
 """
 
 from __future__ import annotations
@@ -130,6 +131,13 @@ def command(*arguments: str) -> tuple[int, dict[str, Any]]:
     return run.returncode, json.loads(run.stdout) if run.stdout else {}
 
 
+def convert(source: Path, target: Path, tp: int) -> int:
+    """Split, or split and reshard in one go; the exit code."""
+    how = ["reshard", "--tp", str(tp), "--layout", "split"] if tp > 1 else ["split"]
+    code, _ = command(*how, str(source), "-o", str(target))
+    return code
+
+
 COLUMNS = (
     "model", "tp", "heads a rank", "attention", "cosine", "standard error", "absorbed error", "worst head",
     "worst row", "selection differs", "gradients", "control", "absorbed seconds", "seconds", "passed",
@@ -211,6 +219,7 @@ def main() -> int:
     parser.add_argument("--cp", default="1")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--backward", action="store_true")
+    parser.add_argument("--reshard", action="store_true")
     parser.add_argument("--launch", action="store_true")
     parser.add_argument("--backend", default="tilelang")
     parser.add_argument("--results", type=Path)
@@ -224,15 +233,16 @@ def main() -> int:
         with TemporaryDirectory() as folder:
             source = Path(folder) / name
             write_layer(source, family, device)
-            code, _ = command("split", str(source))
-            if code:
-                print(f"{name}: split failed with {code}", file=sys.stderr)
-                return 1
             for tp in map(int, options.tp.split(",")):
+                converted = Path(folder) / f"converted-{tp}"
+                code = convert(source, converted, tp if options.reshard else 1)
+                if code:
+                    print(f"{name}: the conversion failed with {code}", file=sys.stderr)
+                    return 1
                 wanted = ["--backward"] if options.backward else []
                 wanted += ["--launch"] if options.launch and tp * int(options.cp) > 1 else []
                 code, report = command(
-                    "verify", f"{source}-split", "--tp", str(tp), "--cp", options.cp, "--seq", str(options.tokens),
+                    "verify", str(converted), "--tp", str(tp), "--cp", options.cp, "--seq", str(options.tokens),
                     "--backend", options.backend, *wanted,
                 )  # fmt: skip
                 rows.append(row(family, tp, code, report))
