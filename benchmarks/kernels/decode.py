@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from benchmarks.kernels import ceilings, cosine_error, in_graph, median_ms
+from benchmarks.kernels.sparse import ceilings, cosine_error, in_graph, median_ms
 
 RANK, ROPE = 512, 64
 WIDTH = RANK + ROPE

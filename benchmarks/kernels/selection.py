@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import ceilings, cosine_error, in_graph, median_ms, torch_indexer
+from benchmarks.kernels.sparse import ceilings, cosine_error, in_graph, median_ms, torch_indexer
 
 HEADS, DIM, TOPK = 64, 128, 2048
 GRAPH_QUERIES = 256  # up to this many, calls are replayed from a graph

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import (
+from benchmarks.kernels.sparse import (
     INDEXER_DIM,
     INDEXER_HEADS,
     QUERIES,

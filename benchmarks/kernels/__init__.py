@@ -1,0 +1,1 @@
+"""Benchmarks of the kernels, one part a module."""
