@@ -205,6 +205,21 @@ def test_table_and_files(
     assert bad == {"part": "dense", "name": "bad", "failure": "RuntimeError: out of shared memory"}
 
 
+def test_an_interrupted_run_prints_the_rows_until_then(
+    measured: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> Measurement:
+        raise KeyboardInterrupt
+
+    cases = [Case("good", lambda: FOUND), Case("slow", interrupt), Case("never", fails)]
+    monkeypatch.setattr(command.dense, "cases", lambda: iter(cases))
+    assert measured() == 130
+    printed = capsys.readouterr()
+    assert "| good | 2.000 |" in printed.out
+    assert "slow" not in printed.out and "never" not in printed.out
+    assert printed.err.endswith("benchmarks.kernels: interrupted after 1 of 3 rows\n")
+
+
 def test_a_result_with_nan_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     row = command.measure("dense", Case("lost", lambda: Measurement(1.0, {"out": float("nan")})))
     assert (row.found, row.failure) == (None, "ArithmeticError: the result has NaN")

@@ -4,7 +4,8 @@
 
 Needs a Hopper GPU. Prints one table: time, TFLOP/s or TB/s and their share of the ceiling measured in the same run, the
 ratio to each baseline, errors and goals. Times are the median over CUDA events, after warm-up, in one process, of as
-many calls in a row as take about a millisecond. Exit code 0 if every row was measured, 1 if not, 4 without such a GPU.
+many calls in a row as take about a millisecond. Exit code 0 if every row was measured, 1 if not, 4 without such a GPU,
+130 if interrupted (Ctrl-C), with the table of the rows until then.
 """
 
 from __future__ import annotations
@@ -134,13 +135,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         lines: TextIO | None = stack.enter_context(options.json.open("w")) if options.json else None
         _write(lines, where(limits))
-        for part, case in chosen:
-            rows.append(measure(part, case))
-            _write(lines, as_json(rows[-1], limits))
+        with contextlib.suppress(KeyboardInterrupt):
+            for part, case in chosen:
+                rows.append(measure(part, case))
+                _write(lines, as_json(rows[-1], limits))
     text = report(rows, limits, _command(options))
     print(text)
     if options.results:
         options.results.write_text(f"# Kernels\n\n{text}\n", encoding="utf-8")
+    if len(rows) < len(chosen):
+        print(f"benchmarks.kernels: interrupted after {len(rows)} of {len(chosen)} rows", file=sys.stderr)
+        return 130
     return 0 if all(row.found for row in rows) else 1
 
 
