@@ -40,7 +40,7 @@ def cases() -> Iterator[Case]:
         return Case(f"sparse backward, {name}", partial(sparse_row, **case), goals)
 
     for heads in (64, 16, 128, 32):
-        goals = [Goal(250, "TFLOP/s"), Goal(400, "TFLOP/s")] if heads == 64 else []
+        goals = [Goal(350, "TFLOP/s"), Goal(450, "TFLOP/s")] if heads == 64 else []
         yield sparse(f"{heads} heads", *goals, heads=heads)
     for heads in (64, 16, 128):
         yield sparse(f"{heads} heads, deterministic", heads=heads, deterministic=True)

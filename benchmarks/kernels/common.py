@@ -70,10 +70,10 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """At least ``value`` times a baseline's speed, TFLOP/s or of the copy's bandwidth, or at most so many us."""
+    """At least ``value`` times a baseline's speed, TFLOP/s or of the copy's bandwidth."""
 
     value: float
-    unit: Literal["x FlashMLA", "x torch", "TFLOP/s", "of copy", "us"]
+    unit: Literal["x FlashMLA", "x torch", "TFLOP/s", "of copy"]
 
     def __str__(self) -> str:
         return f"{self.value:.0%} of copy" if self.unit == "of copy" else f"{self.value:g} {self.unit}"
@@ -81,9 +81,7 @@ class Goal:
     def met(self, found: Measurement, limits: Ceilings) -> bool | None:
         """None where what it speaks of was not measured. A wrong result meets nothing."""
         value: float | None
-        if self.unit == "us":
-            value, least = -1e3 * found.ms, -self.value
-        elif self.unit == "TFLOP/s":
+        if self.unit == "TFLOP/s":
             value, least = found.tflops, self.value
         elif self.unit == "of copy":
             value, least = found.terabytes, self.value * limits.copy_terabytes

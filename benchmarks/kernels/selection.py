@@ -34,7 +34,6 @@ LOGITS_GOALS = (Goal(430, "TFLOP/s"), Goal(520, "TFLOP/s"))
 TOPK_GOALS = {
     (4096, 32768): (Goal(2, "x torch"),),
     (4096, 131072): (Goal(2, "x torch"),),
-    (1, 131072): (Goal(30, "us"),),
 }
 
 
