@@ -1,10 +1,11 @@
-"""Splits and verifies one full-size layer of each model family, and prints the table of errors.
+"""Splits (or reshards) and verifies one full-size layer of each model family, and prints the table of errors.
 
     python -m benchmarks.verify_layers [--families deepseek_v32,deepseek_v3,glm_5] [--tp 1,8] [--cp 1] [--tokens 4096]
-                                       [--backend tilelang] [--backward] [--launch] [--results FILE.md]
+                                       [--backend tilelang] [--backward] [--reshard] [--launch] [--results FILE.md]
 
 Weights are random, with the shapes, the FP8 format and the configuration of the published model. Everything runs
-through the commands a user has: ``mla-convert split``, then ``mla-convert verify``.
+through the commands a user has: ``mla-convert split``, then ``mla-convert verify``; with ``--reshard`` instead
+``mla-convert reshard --tp N --layout split``, and each rank verifies from its own files.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Family:
     v: int
     index_heads: int | None
     extra: dict[str, Any]
+    layers: int = 1  # only the first has an indexer of its own; the others attend to the keys it selects
 
 
 FAMILIES = {
@@ -63,14 +65,19 @@ FAMILIES = {
         "GLM-5", "glm_moe_dsa", 6144, 64, 2048, 512, 192, 64, 256, 32,
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
     ),
+    "glm_5_2": Family(
+        "GLM-5.2", "glm_moe_dsa", 6144, 64, 2048, 512, 192, 64, 256, 32,
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}, "indexer_types": ["full", "shared"]},
+        layers=2,
+    ),
 }  # fmt: skip
 
 
 def write_layer(folder: Path, family: Family, device: str) -> None:
-    """One layer in FP8 with 128x128 block scales, as a checkpoint of its own."""
+    """One layer (or a few) in FP8 with 128x128 block scales, as a checkpoint of its own."""
     generator = torch.Generator(device).manual_seed(1)
     tensors: dict[str, torch.Tensor] = {}
-    prefix = "model.layers.0.self_attn."
+    prefix = ""
 
     def fp8(name: str, rows: int, columns: int) -> None:
         weight = torch.randn(rows, columns, generator=generator, device=device) * columns**-0.5
@@ -86,17 +93,27 @@ def write_layer(folder: Path, family: Family, device: str) -> None:
         weight = 1 + 0.1 * torch.randn(size, generator=generator, device=device)
         tensors[prefix + name] = weight.to(dtype).cpu()
 
-    fp8("q_a_proj", family.q_rank, family.hidden)
-    norm("q_a_layernorm.weight", family.q_rank)
-    fp8("q_b_proj", family.heads * (family.nope + family.rope), family.q_rank)
-    fp8("kv_a_proj_with_mqa", family.rank + family.rope, family.hidden)
-    norm("kv_a_layernorm.weight", family.rank)
-    fp8("kv_b_proj", family.heads * (family.nope + family.v), family.rank)
-    fp8("o_proj", family.hidden, family.heads * family.v)
+    for layer in range(family.layers):
+        prefix = f"model.layers.{layer}.self_attn."
+        fp8("q_a_proj", family.q_rank, family.hidden)
+        norm("q_a_layernorm.weight", family.q_rank)
+        fp8("q_b_proj", family.heads * (family.nope + family.rope), family.q_rank)
+        fp8("kv_a_proj_with_mqa", family.rank + family.rope, family.hidden)
+        norm("kv_a_layernorm.weight", family.rank)
+        fp8("kv_b_proj", family.heads * (family.nope + family.v), family.rank)
+        fp8("o_proj", family.hidden, family.heads * family.v)
+        if family.index_heads and layer == 0:
+            fp8("indexer.wq_b", family.index_heads * 128, family.q_rank)
+            fp8("indexer.wk", 128, family.hidden)
+            norm("indexer.k_norm.weight", 128, torch.float32)
+            bias = 0.1 * torch.randn(128, generator=generator, device=device)
+            tensors[prefix + "indexer.k_norm.bias"] = bias.cpu()
+            weights = torch.randn(family.index_heads, family.hidden, generator=generator, device=device)
+            tensors[prefix + "indexer.weights_proj.weight"] = (weights * family.hidden**-0.5).bfloat16().cpu()
     config: dict[str, Any] = {
         "model_type": family.model_type,
         "hidden_size": family.hidden,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": family.layers,
         "num_attention_heads": family.heads,
         "q_lora_rank": family.q_rank,
         "kv_lora_rank": family.rank,
@@ -109,13 +126,6 @@ def write_layer(folder: Path, family: Family, device: str) -> None:
         **family.extra,
     }
     if family.index_heads:
-        fp8("indexer.wq_b", family.index_heads * 128, family.q_rank)
-        fp8("indexer.wk", 128, family.hidden)
-        norm("indexer.k_norm.weight", 128, torch.float32)
-        bias = 0.1 * torch.randn(128, generator=generator, device=device)
-        tensors[prefix + "indexer.k_norm.bias"] = bias.cpu()
-        weights = torch.randn(family.index_heads, family.hidden, generator=generator, device=device)
-        tensors[prefix + "indexer.weights_proj.weight"] = (weights * family.hidden**-0.5).bfloat16().cpu()
         config |= {"index_topk": 2048, "index_n_heads": family.index_heads, "index_head_dim": 128}
     folder.mkdir(parents=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -130,17 +140,28 @@ def command(*arguments: str) -> tuple[int, dict[str, Any]]:
     return run.returncode, json.loads(run.stdout) if run.stdout else {}
 
 
+def convert(source: Path, target: Path, tp: int) -> int:
+    """Split, or split and reshard in one go; the exit code."""
+    how = ["reshard", "--tp", str(tp), "--layout", "split"] if tp > 1 else ["split"]
+    code, _ = command(*how, str(source), "-o", str(target))
+    return code
+
+
 COLUMNS = (
     "model", "tp", "heads a rank", "attention", "cosine", "standard error", "absorbed error", "worst head",
     "worst row", "selection differs", "gradients", "control", "absorbed seconds", "seconds", "passed",
 )  # fmt: skip
 
 
-def row(family: Family, tp: int, code: int, report: dict[str, Any]) -> list[str]:
-    """One line of the table."""
+def lines(family: Family, tp: int, code: int, report: dict[str, Any]) -> list[list[str]]:
+    """A line of the table for each layer."""
     if not report.get("layers"):
-        return [family.title, str(tp), *["-"] * (len(COLUMNS) - 3), f"exit {code}"]
-    layer = report["layers"][0]
+        return [[family.title, str(tp), *["-"] * (len(COLUMNS) - 3), f"exit {code}"]]
+    return [line(family, tp, code, report, layer) for layer in report["layers"]]
+
+
+def line(family: Family, tp: int, code: int, report: dict[str, Any], layer: dict[str, Any]) -> list[str]:
+    """One line of the table."""
     selection, absorbed = layer["selection"], layer["absorbed"]
     control = next((check["passed"] for check in report["checks"] if check["level"] == "control"), None)
     return [
@@ -211,6 +232,7 @@ def main() -> int:
     parser.add_argument("--cp", default="1")
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--backward", action="store_true")
+    parser.add_argument("--reshard", action="store_true")
     parser.add_argument("--launch", action="store_true")
     parser.add_argument("--backend", default="tilelang")
     parser.add_argument("--results", type=Path)
@@ -224,20 +246,22 @@ def main() -> int:
         with TemporaryDirectory() as folder:
             source = Path(folder) / name
             write_layer(source, family, device)
-            code, _ = command("split", str(source))
-            if code:
-                print(f"{name}: split failed with {code}", file=sys.stderr)
-                return 1
             for tp in map(int, options.tp.split(",")):
+                converted = Path(folder) / f"converted-{tp}"
+                code = convert(source, converted, tp if options.reshard else 1)
+                if code:
+                    print(f"{name}: the conversion failed with {code}", file=sys.stderr)
+                    return 1
                 wanted = ["--backward"] if options.backward else []
                 wanted += ["--launch"] if options.launch and tp * int(options.cp) > 1 else []
                 code, report = command(
-                    "verify", f"{source}-split", "--tp", str(tp), "--cp", options.cp, "--seq", str(options.tokens),
+                    "verify", str(converted), "--tp", str(tp), "--cp", options.cp, "--seq", str(options.tokens),
                     "--backend", options.backend, *wanted,
                 )  # fmt: skip
-                rows.append(row(family, tp, code, report))
+                rows += (found := lines(family, tp, code, report))
                 settings, ran = report.get("settings", settings), {**ran, **report.get("ran", {})}
-                print(" | ".join(rows[-1]), flush=True)
+                for cells in found:
+                    print(" | ".join(cells), flush=True)
                 for check in report.get("checks", []):
                     if check["passed"] is False:
                         print(f"  failed: {check['name']}: {check['summary']}", flush=True)

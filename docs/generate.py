@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 TARGET = Path(__file__).parent / "cli-reference.md"
-COMMANDS = ("inspect", "split", "combine", "migrate", "reshard", "diff", "verify", "push", "demo")
+COMMANDS = ("inspect", "split", "combine", "migrate", "reshard", "diff", "verify", "warmup", "push", "demo")
 HEAD = """# Command reference
 
 Generated from the live help by `make docs`; `make test` fails when it is out of date.

@@ -11,6 +11,7 @@ from mla_convert import __version__
 from mla_convert.commands.checking import demo, diff, inspect, verify_command
 from mla_convert.commands.converting import combine, migrate, reshard, split
 from mla_convert.commands.publishing import push_command
+from mla_convert.commands.warming import warmup_command
 from mla_convert.console import Console
 from mla_convert.errors import ExitCode, UsageError
 from mla_convert.streams import guard_broken_pipe
@@ -43,6 +44,7 @@ def root(
 for command in (inspect, split, combine, migrate, reshard, diff):
     app.command()(command)
 app.command("verify")(verify_command)
+app.command("warmup")(warmup_command)
 app.command()(demo)
 app.command("push")(push_command)
 

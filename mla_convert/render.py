@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mla_convert.demo import DemoResult
     from mla_convert.push import PushResult
     from mla_convert.verification.result import LayerResult, VerifyReport
+    from mla_convert.warmup import WarmupReport
 
 _FORMATS = {
     "huggingface": "Hugging Face safetensors",
@@ -186,6 +187,23 @@ def show_verification(console: RichConsole, report: VerifyReport) -> None:
         console.print("recorded in the manifest")
     console.print(
         f"\n{'✓ verified' if report.passed else '✗ NOT verified'} in {format_duration(report.seconds)}"
+    )
+
+
+def show_warmup(console: RichConsole, report: WarmupReport) -> None:
+    """The result of ``warmup``: a line for each kernel."""
+    built = [seconds for seconds in report.kernels.values() if seconds is not None]
+    console.print(
+        table(
+            ("kernel", "seconds"),
+            [(name, "-" if s is None else f"{s:.1f}") for name, s in report.kernels.items()],
+            right=("seconds",),
+        )
+    )
+    console.print()
+    done = f"{len(built)} compiled or found" if built else f"{len(report.kernels)} to compile"
+    console.print(
+        facts([("kernels", done), ("cache", report.cache), ("time", format_duration(report.seconds))])
     )
 
 

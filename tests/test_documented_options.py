@@ -39,6 +39,7 @@ SURFACE = {
     "verify": EVERYWHERE
     | {"path", "--against", "--tp", "--layers", "--seq", "--dtype", "--backend", "--device", "--skip-carried"}
     | {"--no-control", "--no-record", "--seed", "--trust-shapes", "--cp", "--backward", "--launch"},
+    "warmup": EVERYWHERE | {"path", "--tp", "--dtype", "--workers", "--dry-run", "--trust-shapes"},
     "push": EVERYWHERE
     | {"path", "repo_id", "--revision", "--create-pr", "--private", "--message", "--card", "--unverified"}
     | {"--dry-run"},

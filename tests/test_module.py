@@ -1,89 +1,26 @@
-"""The attention blocks as modules: against transformers, against each other, with caches and state dicts."""
+"""The attention blocks as modules: against transformers and each other, and inputs that do not fit."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
-from safetensors.torch import load_file
+from blocks import SPARSE, SPECS, TOPK, error, gradients, make, packed_input, recombined, weights_for
 from test_families import LONG, TOKENS, WHOLE, Float32IsDouble, causal, spec_of, weights_of
-from test_reference import NO_Q_LORA, SPEC, draw, make_weights
-from torch import Tensor, nn
+from test_reference import SPEC, draw
+from torch import Tensor
 
-from mla_convert import api
-from mla_convert.attention import load_attention
 from mla_convert.errors import BadInputError, CannotError
 from mla_convert.runtime.block import MultiLatentAttention
 from mla_convert.runtime.dispatch import Backend
 from mla_convert.runtime.module import AbsorbedMLA, LatentCache, StandardMLA
 from mla_convert.runtime.reference import select_topk
-from mla_convert.runtime.spec import AttentionSpec, IndexerSpec
-from mla_convert.runtime.weights import AttentionWeights, IndexerWeights, combine_kv_rows, split_kv_rows
 
 GATE = 1e-10
-TOPK = 6
-SPARSE = replace(
-    SPEC,
-    indexer=IndexerSpec(
-        heads=3,
-        dim=16,
-        topk=TOPK,
-        rope_dim=8,
-        rope_interleaved=False,
-        rope_last=False,
-        rotated=True,
-        k_norm_eps=1e-6,
-    ),
-)
-SPECS = {"dense": SPEC, "no query LoRA": NO_Q_LORA, "sparse": SPARSE}
-
-
-def weights_for(spec: AttentionSpec) -> tuple[AttentionWeights, Tensor]:
-    """Random weights with biases, and those of the indexer where the spec has one."""
-    weights, w_kv_b = make_weights(spec, bias=True)
-    if spec.indexer is None:
-        return weights, w_kv_b
-    heads, dim = spec.indexer.heads, spec.indexer.dim
-    indexer = IndexerWeights(
-        wq_b=draw(heads * dim, spec.q_rank or spec.hidden, seed=201) * 0.2,
-        wk=draw(dim, spec.hidden, seed=202) * 0.1,
-        k_norm_weight=1 + 0.1 * draw(dim, seed=203),
-        k_norm_bias=0.1 * draw(dim, seed=204),
-        weights_proj=draw(heads, spec.hidden, seed=205) * 0.1,
-    )
-    return replace(weights, indexer=indexer), w_kv_b
-
-
-def make(kind: type[MultiLatentAttention], spec: AttentionSpec, **options: Any) -> Any:
-    return kind(spec, *weights_for(spec), **options)
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    assert got.shape == want.shape
-    size = want.abs().max().item()
-    return (got - want).abs().max().item() / (size or 1.0)
-
-
-def gradients(block: nn.Module, x: Tensor, **inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output, and the gradients of a fixed random function of it with respect to x and every parameter."""
-    x = x.detach().requires_grad_()
-    block.zero_grad()
-    output = block(x, **inputs)[0]
-    output.backward(draw(*output.shape, seed=99).to(output))
-    found = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
-    return output.detach(), {"x": x.grad, **found}
-
-
-def recombined(found: dict[str, Tensor], spec: AttentionSpec) -> dict[str, Tensor]:
-    found = dict(found)
-    halves = (found.pop("k_b_proj.weight"), found.pop("v_b_proj.weight"))
-    return found | {"kv_b_proj.weight": combine_kv_rows(*halves, spec)}
 
 
 def check_gradients(got: dict[str, Tensor], want: dict[str, Tensor], gate: float = GATE) -> float:
@@ -158,14 +95,6 @@ def test_blocks_equal_transformers_and_so_do_their_gradients(name: str) -> None:
 # Against each other
 
 
-LENGTHS = (23, 1, 0, 40, 7)
-
-
-def packed_input(seed: int = 7) -> tuple[Tensor, Tensor]:
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
-    return draw(sum(LENGTHS), SPEC.hidden, seed=seed), bounds
-
-
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("shape", ["sbhd", "packed", "packed with a batch of 1"])
 def test_absorbed_equals_standard(name: str, shape: str) -> None:
@@ -225,166 +154,6 @@ def test_a_sequence_no_longer_than_topk_is_dense() -> None:
     output, indices = make(AbsorbedMLA, SPARSE)(x)
     assert indices is None
     assert error(output, make(AbsorbedMLA, SPEC)(x)[0]) <= 1e-13
-
-
-# Caches
-
-
-@pytest.mark.parametrize("kind", [StandardMLA, AbsorbedMLA])
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("steps", [(12, 1, 1, 1, 1), (3, 1, 9, 3), (16,)])
-def test_prefill_and_decode_equal_the_whole(
-    kind: type[MultiLatentAttention], name: str, steps: tuple[int, ...]
-) -> None:
-    spec, block = SPECS[name], make(kind, SPECS[name])
-    x = draw(sum(steps), 3, spec.hidden, seed=7)
-    with torch.no_grad():
-        want, _ = block(x)
-        cache = LatentCache(spec, 3, 20, dtype=torch.float64)
-        got = torch.cat([block(part, cache=cache)[0] for part in x.split(steps)])
-    assert error(got, want) <= 1e-13
-    assert cache.lengths == [sum(steps)] * 3
-
-
-@pytest.mark.parametrize("name", SPECS)
-def test_packed_decode_of_unequal_sequences(name: str) -> None:
-    spec, block = SPECS[name], make(AbsorbedMLA, SPECS[name])
-    x, bounds = packed_input()
-    with torch.no_grad():
-        want = block(x, cu_seqlens=bounds)[0]
-        whole = [want[start:end] for start, end in itertools.pairwise(bounds)]
-        sequences = [x[start:end] for start, end in itertools.pairwise(bounds)]
-        cache = LatentCache(spec, len(LENGTHS), 48, dtype=torch.float64)
-        done = [0] * len(LENGTHS)
-        for step in ((9, 1, 0, 30, 2), (1, 0, 0, 1, 1), (0, 0, 0, 4, 4), (13, 0, 0, 5, 0)):
-            parts = [s[d : d + n] for s, d, n in zip(sequences, done, step, strict=True)]
-            ends = torch.tensor([0, *step]).cumsum(0)
-            got = block(torch.cat(parts), cu_seqlens=ends, cache=cache)[0]
-            expected = [w[d : d + n] for w, d, n in zip(whole, done, step, strict=True)]
-            assert error(got, torch.cat(expected)) <= 1e-13
-            done = [d + n for d, n in zip(done, step, strict=True)]
-    assert cache.lengths == list(LENGTHS)
-
-
-def test_shared_indices_still_fill_the_indexers_cache() -> None:
-    block, x = make(AbsorbedMLA, SPARSE), draw(20, 1, SPARSE.hidden, seed=7)
-    with torch.no_grad():
-        want, indices = block(x)
-        cache = LatentCache(SPARSE, 1, 20, dtype=torch.float64)
-        block(x[:19], cache=cache, indices=indices[:19])
-        assert error(block(x[19:], cache=cache)[0], want[19:]) <= 1e-13
-
-
-def test_a_cache_refuses_what_it_cannot_hold() -> None:
-    block, x = make(AbsorbedMLA, SPEC), draw(5, 2, SPEC.hidden)
-    cache = LatentCache(SPEC, 2, 8, dtype=torch.float64)
-    with pytest.raises(CannotError, match="keeps no gradients"):
-        block(x, cache=cache)
-    with torch.no_grad():
-        block(x, cache=cache)
-        with pytest.raises(CannotError, match=r"Sequence 0 has 5 .* and 5 more .* capacity of 8"):
-            block(x, cache=cache)
-        assert cache.lengths == [5, 5]
-        with pytest.raises(BadInputError, match="3 sequences for a cache of 2"):
-            block(draw(1, 3, SPEC.hidden), cache=cache)
-    with pytest.raises(BadInputError, match="holds nothing"):
-        LatentCache(SPEC, 0, 8, dtype=torch.float64)
-
-
-# State dicts
-
-
-def odd_bits(block: nn.Module) -> None:
-    """Signed zeros and NaN payloads, which survive only where bits are moved."""
-    with torch.no_grad():
-        for parameter in block.parameters():
-            flat = parameter.view(-1).view(torch.int16)
-            flat[:3] = torch.tensor([-32768, 0x7FC1, -63], dtype=torch.int16)
-
-
-def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        one[name].dtype == other[name].dtype
-        and torch.equal(one[name].contiguous().view(torch.uint8), other[name].contiguous().view(torch.uint8))
-        for name in one
-    )
-
-
-def in_bfloat16(kind: type[MultiLatentAttention], spec: AttentionSpec = SPARSE) -> Any:
-    return make(kind, spec).to(torch.bfloat16)
-
-
-@pytest.mark.parametrize("kind", [StandardMLA, AbsorbedMLA])
-@pytest.mark.parametrize("layout", ["split", "combined"])
-def test_either_layout_comes_back_bit_for_bit(kind: type[MultiLatentAttention], layout: str) -> None:
-    source = in_bfloat16(AbsorbedMLA)
-    odd_bits(source)
-    combined, split = source.export_state_dict("combined"), source.export_state_dict("split")
-    assert {"kv_b_proj.weight"} == combined.keys() - split.keys()
-    assert {"k_b_proj.weight", "v_b_proj.weight"} == split.keys() - combined.keys()
-    halves = split_kv_rows(combined["kv_b_proj.weight"], SPARSE)
-    assert same_bits({"k_b_proj.weight": halves[0]}, {"k_b_proj.weight": split["k_b_proj.weight"]})
-    loaded = in_bfloat16(kind)
-    assert loaded.load_state_dict({"split": split, "combined": combined}[layout]) == ([], [])
-    assert same_bits(loaded.export_state_dict("split"), split)
-    assert same_bits(loaded.export_state_dict("combined", whole=True), combined)
-    assert loaded.export_state_dict().keys() == loaded.state_dict().keys()
-
-
-def test_loading_within_a_model_and_in_other_names() -> None:
-    source, model = in_bfloat16(StandardMLA), nn.ModuleDict({"attn": in_bfloat16(AbsorbedMLA)})
-    nn.init.zeros_(model["attn"].k_b_proj.weight)
-    state = source.state_dict()
-    model.load_state_dict({f"attn.{name}": tensor for name, tensor in state.items()})
-    assert same_bits(model["attn"].export_state_dict("combined"), source.export_state_dict())
-    native = {"q_a_proj": "wq_a", "q_a_layernorm": "q_norm", "q_b_proj": "wq_b", "kv_b_proj": "wkv_b"}
-    native |= {"kv_a_proj_with_mqa": "wkv_a", "kv_a_layernorm": "kv_norm", "o_proj": "wo"}
-    renamed = {}
-    for name, tensor in state.items():
-        module, _, field = name.rpartition(".")
-        renamed[f"{native.get(module, module)}.{field}"] = tensor
-    assert "wq_b.weight" in renamed and "indexer.wq_b.weight" in renamed
-    block = in_bfloat16(AbsorbedMLA)
-    nn.init.zeros_(block.q_b_proj.weight)
-    block.load_state_dict(renamed)
-    assert same_bits(block.export_state_dict("combined"), source.export_state_dict())
-
-
-def test_both_layouts_side_by_side_have_to_agree() -> None:
-    source, block = in_bfloat16(AbsorbedMLA), in_bfloat16(AbsorbedMLA)
-    both = source.export_state_dict("split") | source.export_state_dict("combined")
-    for loading in (block, in_bfloat16(StandardMLA)):
-        loading.load_state_dict(both)
-        assert same_bits(loading.export_state_dict("split"), source.export_state_dict("split"))
-    both["v_b_proj.weight"] = both["v_b_proj.weight"].flip(0)
-    with pytest.raises(BadInputError, match="do not hold the rows of kv_b_proj"):
-        block.load_state_dict(both)
-
-
-def test_what_cannot_be_loaded_is_refused() -> None:
-    block = in_bfloat16(AbsorbedMLA)
-    state = block.export_state_dict("combined")
-    coded = state | {"kv_b_proj.weight": state["kv_b_proj.weight"].to(torch.float8_e4m3fn)}
-    with pytest.raises(BadInputError, match=r"kv_b_proj\.weight is quantised"):
-        block.load_state_dict(coded)
-    with pytest.raises(BadInputError, match=r"o_proj\.weight_scale_inv is quantised"):
-        block.load_state_dict(state | {"o_proj.weight_scale_inv": torch.ones(1, 1)})
-    with pytest.raises(BadInputError, match="kv_b has shape"):
-        block.load_state_dict(state | {"kv_b_proj.weight": state["kv_b_proj.weight"][1:]})
-    with pytest.raises(RuntimeError, match=r"(?s)Missing key.*o_proj\.bias.*Unexpected key.*wrong\.weight"):
-        block.load_state_dict(
-            {k: v for k, v in state.items() if k != "o_proj.bias"} | {"wrong.weight": state["o_proj.bias"]}
-        )
-
-
-def test_weights_that_do_not_fit_the_spec() -> None:
-    weights, w_kv_b = weights_for(SPEC)
-    with pytest.raises(BadInputError, match="k_b has shape"):
-        AbsorbedMLA(SPEC, weights, split_kv_rows(w_kv_b, SPEC)[::-1])
-    with pytest.raises(BadInputError, match="q_a is missing"):
-        AbsorbedMLA(SPEC, replace(weights, q_a=None), w_kv_b)
-    with pytest.raises(BadInputError, match="indexer's weights are missing"):
-        AbsorbedMLA(SPARSE, weights, w_kv_b)
 
 
 # Inputs
@@ -454,33 +223,3 @@ def test_the_backend_says_what_ran() -> None:
     assert set(block.backend("cpu").ran) == {"indexer_select: reference", "sparse_mla: reference"}
     with pytest.raises(CannotError, match="cannot run"):
         make(AbsorbedMLA, SPARSE, backend="tilelang")(draw(30, 1, SPARSE.hidden))
-
-
-# Checkpoints
-
-
-def test_a_layer_of_a_checkpoint_in_either_layout(tmp_path: Path) -> None:
-    original = tiny_models.save("glm_moe_dsa", tmp_path / "model")
-    split = api.split(original).output
-    x = draw(30, 2, 64, seed=7)
-    outputs = [
-        load_attention(folder, layer, kind=kind, dtype=torch.float64)(x)[0]
-        for folder in (original, split)
-        for kind in (None, StandardMLA)
-        for layer in (1, "model.layers.1.self_attn")
-    ]
-    assert all(error(output, outputs[0]) <= 1e-13 for output in outputs)
-    stored = load_attention(split, 1).state_dict()
-    tensors = load_file(split / "model.safetensors")
-    for name, tensor in stored.items():
-        assert torch.equal(tensor, tensors[f"model.layers.1.self_attn.{name}"])
-
-
-def test_layers_that_are_not_there_or_not_one(tmp_path: Path) -> None:
-    original = tiny_models.save("longcat_flash", tmp_path / "model")
-    with pytest.raises(CannotError, match="There is no MLA block 7") as caught:
-        load_attention(original, 7)
-    assert caught.value.hint == "Layers with MLA: 0, 1."
-    with pytest.raises(CannotError, match="Layer 1 has 2 attention blocks") as caught:
-        load_attention(original, 1)
-    assert "model.layers.1.self_attn.0, model.layers.1.self_attn.1" in str(caught.value.hint)

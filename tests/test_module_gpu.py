@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_module import gradients, recombined
+from blocks import gradients, recombined
 from test_reference import draw
 from torch import Tensor
 

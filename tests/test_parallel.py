@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from blocks import SPECS, error, gradients, make, recombined, same_bits, weights_for
 from ranks import run_ranks
-from test_module import SPECS, error, gradients, make, recombined, same_bits, weights_for
 from test_reference import draw
 from torch import Tensor
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from checkpoints import RUN, Stored, digests, load, random_bytes, randomness, unflushed, write_file  # noqa: F401
 from conversions import contents, environment, fails, leftovers, memory_folder, run
+from killing import Killer, in_killed_child
 from sharded_models import FORMATS, MODELS, V3, Model, write_model
-from test_resume import Killer, in_killed_child
 
 from mla_convert import api, engine, gathering, journal
 from mla_convert.engine import RunOptions

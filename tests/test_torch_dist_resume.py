@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conversions import contents, memory_folder
 from dist_checkpoints import state, write
-from test_resume import PARTIAL, Convert, finish, killed
+from killing import PARTIAL, Convert, finish, killed
 
 from mla_convert import api
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from blocks import error
 from safetensors.torch import load_file, save_file
-from test_module import error
 from torch import Tensor
 
 from mla_convert import api

@@ -1,10 +1,13 @@
 """What the kernel modules share: the compile target and cache, and how arguments are made ready for a launch."""
 
+import fcntl
+import hashlib
 import logging
 import re
 import threading
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import tilelang
@@ -31,8 +34,9 @@ def compiled(
 ) -> Any:
     """The kernel stored under ``key``; on first use ``build()`` gives the program and TileLang compiles it.
 
-    That takes 5 to 25 s, once: TileLang keeps the result on disk as well (``TILELANG_CACHE_DIR``). A program that
-    checks its own indices and has all of its barriers can do without TileLang's.
+    That takes 5 to 25 s, once: TileLang keeps the result on disk as well (``TILELANG_CACHE_DIR``), and processes
+    that want the same kernel at the same time wait for the first of them. A program that checks its own indices and
+    has all of its barriers can do without TileLang's.
     """
     with _lock:
         if key not in _cache:
@@ -41,7 +45,7 @@ def compiled(
                 configs[tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS] = True
             if not insert_barriers:
                 configs[tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC] = True
-            with _quiet_log():
+            with _quiet_log(), _alone(key):
                 kernel = tilelang.compile(build(), target=TARGET, pass_configs=configs)
             if found := divergent_barriers(kernel.get_kernel_source()):
                 raise CannotError(
@@ -60,6 +64,19 @@ def launcher(kernel: Any) -> Callable[..., None]:
     module = executable.jit() if hasattr(executable, "jit") else executable
     entry: Callable[..., None] = module.main
     return entry
+
+
+@contextmanager
+def _alone(key: Hashable) -> Iterator[None]:
+    """Hold a kernel's lock among all processes that share the cache; it goes with the process that holds it."""
+    name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+    with ExitStack() as held:
+        # A cache that is read-only, a file system without locks: several may compile, and the last result is kept.
+        with suppress(OSError):
+            folder = Path(tilelang.env.TILELANG_CACHE_DIR) / "mla-convert-locks"
+            folder.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(held.enter_context((folder / name).open("wb")), fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def sparse_mla(
         lse_SH = q_SHE.new_full((queries, heads), -torch.inf, dtype=torch.float32)
         return q_SHE.new_zeros(queries, heads, d_v), lse_SH
 
-    rank, rope = _native(heads, d_v, width - d_v)
+    rank, rope = native(heads, d_v, width - d_v)
     q_SHE = launchable(pad_features(q_SHE, d_v, rank, rope))
     kv_TE = launchable(pad_features(kv_TE, d_v, rank, rope))
     indices_SK = launchable(as_int32(indices_SK))
@@ -171,7 +171,7 @@ def unsupported(q_SHE: Tensor, d_v: int, scale: float) -> str | None:
         return f"dtype {str(q_SHE.dtype).removeprefix('torch.')} is neither bfloat16 nor float16"
     if heads > MAX_HEADS:
         return f"{heads} heads, more than {MAX_HEADS}"
-    rank, rope = _native(heads, d_v, width - d_v)
+    rank, rope = native(heads, d_v, width - d_v)
     if rank > MAX_RANK or rank + rope > MAX_WIDTH:
         return f"{d_v} + {width - d_v} dims a token, more than {MAX_RANK} for values or {MAX_WIDTH} in all"
     if not 0 < scale < float("inf"):
@@ -206,7 +206,7 @@ def combine_kernel(rank: int, dtype: torch.dtype) -> Any:
     return compiled(("combine", rank, dtype), lambda: programs.combine(rank, DTYPES[dtype]))
 
 
-def _native(heads: int, d_v: int, rope: int) -> tuple[int, int]:
+def native(heads: int, d_v: int, rope: int) -> tuple[int, int]:
     """The sizes that the kernels run for ``d_v`` and ``rope``: multiples of 64 and of 32.
 
     From 33 heads on, two warpgroups share the value dims, 64 of them each at least, and probabilities take the

@@ -81,7 +81,7 @@ def sparse_mla_backward(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
 
-    rank, rope = _native(d_v, width - d_v)
+    rank, rope = native(d_v, width - d_v)
     q_SHE = launchable(pad_features(q_SHE, d_v, rank, rope))
     flat_kv_TE = launchable(pad_features(flat_kv_TE, d_v, rank, rope))
     out_SHR, d_out_SHR = (
@@ -224,7 +224,7 @@ def unsupported(q_SHE: Tensor, d_v: int, scale: float) -> str | None:
     if reason := forward_unsupported(q_SHE, d_v, scale):
         return reason
     rope = q_SHE.shape[2] - d_v
-    if _native(d_v, rope)[1] > MAX_ROPE:
+    if native(d_v, rope)[1] > MAX_ROPE:
         return f"{rope} dims behind the values, more than {MAX_ROPE} for gradients"
     return None
 
@@ -254,7 +254,7 @@ def sum_kernel(width: int, tiles: int) -> Any:
     return compiled(("sparse_mla_backward_sum", width, tiles), lambda: sum_slots(width, tiles))
 
 
-def _native(d_v: int, rope: int) -> tuple[int, int]:
+def native(d_v: int, rope: int) -> tuple[int, int]:
     """The sizes that the kernels run for ``d_v`` and ``rope``: two warpgroups share the value dims."""
     return max(-(-d_v // 64) * 64, 128), -(-rope // 64) * 64
 

@@ -10,7 +10,7 @@ import pytest
 from conversions import contents, write_checkpoint
 from fake_hub import FakeHub, running_hub
 from filesystems import ignoring_case
-from test_hub_source import cache, client, here, in_the_children, run, tmp_path  # noqa: F401
+from hub_sources import cache
 
 from mla_convert import api, output_folder
 from mla_convert.errors import LocalIOError
@@ -33,7 +33,7 @@ def test_pairs(names: list[str], pairs: list[tuple[str, str]]) -> None:
     assert colliding(names) == pairs
 
 
-def test_this_file_system_is_probed_without_a_trace(tmp_path: Path) -> None:  # noqa: F811
+def test_this_file_system_is_probed_without_a_trace(tmp_path: Path) -> None:
     (tmp_path / "Probe").touch()
     expected = (tmp_path / "pROBE").exists()
     assert ignores_case(tmp_path / "not" / "there") is expected
@@ -46,7 +46,7 @@ def test_a_file_system_that_ignores_case() -> None:
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:  # noqa: F811
+def source(tmp_path: Path) -> Path:
     folder = write_checkpoint(tmp_path / "name")
     for name in ("Notes.md", "NOTES.md"):
         (folder / name).write_text(name)
@@ -69,14 +69,14 @@ def test_an_output_is_refused_before_anything_is_written(
 
 
 @pytest.fixture
-def hub(tmp_path: Path, source: Path) -> Iterator[FakeHub]:  # noqa: F811
+def hub(tmp_path: Path, source: Path) -> Iterator[FakeHub]:
     with running_hub(tmp_path / "hub") as hub:
         hub.add_repository("org/name", contents(source))
         yield hub
 
 
 def test_a_download_is_refused(
-    run: Callable[..., Any],  # noqa: F811
+    run: Callable[..., Any],
     hub: FakeHub,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,94 +6,21 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conversions import REWRITTEN, contents, leftovers, memory_folder, write_checkpoint
+from conversions import REWRITTEN, contents, leftovers
+from killing import PARTIAL, Convert, Killer, finish, in_killed_child, killed
 
 from mla_convert import api, engine, sharing, staging
-from mla_convert.engine import RunOptions, RunReport
+from mla_convert.engine import RunOptions
 from mla_convert.errors import CannotError, LocalIOError
 from mla_convert.journal import line as journal_line
-from mla_convert.progress import SilentProgress
 from mla_convert.splitting import SplitOptions
 
 #: What a run of one worker on the small checkpoint goes through: 3 rewritten files and 5 carried ones.
 STEPS = 1 + 3 * 2 + 5 + 2
-PARTIAL = ".out.mla-convert-partial"
-
-Convert = Callable[..., api.Conversion]
-
-
-class Killer(SilentProgress):
-    """Kills its own process at the n-th piece of progress, or from ``step`` at the n-th step."""
-
-    def __init__(self, pieces: int = 0, steps: int = 0) -> None:
-        self.pieces, self.steps = pieces, steps
-
-    def advance(self, n: int) -> None:
-        self.pieces -= 1
-        if self.pieces == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def step(self, name: str) -> None:
-        self.steps -= 1
-        if self.steps == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def in_killed_child(work: Callable[[], object]) -> bool:
-    """Run ``work`` in a forked process; True if it was killed, False if it finished."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    status = os.waitpid(pid, 0)[1]
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL
-        return True
-    assert os.WEXITSTATUS(status) == 0
-    return False
-
-
-def killed(convert: Convert, source: Path, target: Path, *, pieces: int = 0, steps: int = 0) -> bool:
-    killer = Killer(pieces, steps)
-    run = RunOptions(workers=1, on_step=killer.step)
-    return in_killed_child(lambda: convert(source, target, run=run, progress=killer))
-
-
-def finish(convert: Convert, source: Path, target: Path, **options: object) -> RunReport:
-    report = convert(source, target, run=RunOptions(workers=2, **options)).report  # type: ignore[arg-type]
-    assert report is not None
-    assert leftovers(target.parent) == []
-    return report
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    with memory_folder() as folder:
-        yield folder
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_checkpoint(tmp_path / "model")
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
-
-
-@pytest.fixture
-def expected(model: Path, tmp_path: Path) -> dict[str, bytes]:
-    """The output of an undisturbed split."""
-    api.split(model, tmp_path / "reference")
-    return contents(tmp_path / "reference")
 
 
 @pytest.fixture(params=["split", "combine"])

@@ -15,8 +15,8 @@ import pytest
 from checkpoints import digests
 from conversions import contents, manifest
 from fake_hub import FakeHub, running_hub
+from hub_sources import cache
 from pushing import REPO, VERIFICATION, assert_not_pushed, assert_pushed, edit_manifest, push
-from test_hub_source import cache, client, here, in_the_children, run, tmp_path  # noqa: F401
 
 from mla_convert import api
 from mla_convert.megatron.translation import LayerSpec
@@ -38,7 +38,7 @@ def models() -> Iterator[dict[str, Path]]:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, models: dict[str, Path]) -> Iterator[FakeHub]:  # noqa: F811
+def hub(tmp_path: Path, models: dict[str, Path]) -> Iterator[FakeHub]:
     with running_hub(tmp_path / "hub") as hub:
         for name in FORMS:
             files = {
@@ -48,24 +48,12 @@ def hub(tmp_path: Path, models: dict[str, Path]) -> Iterator[FakeHub]:  # noqa: 
         yield hub
 
 
-@pytest.fixture
-def does(run: Callable[..., Any]) -> Callable[..., Any]:  # noqa: F811
-    """Run the command, which must be done; its JSON document."""
-
-    def does(*arguments: str | Path, code: int = 0, **changes: str) -> Any:
-        done = run(*arguments, "--json", **changes)
-        assert done.returncode == code, done.stderr
-        return json.loads(done.stdout)
-
-    return does
-
-
 # Reading
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_what_would_need_a_download_is_not_looked_at(
-    run: Callable[..., Any],  # noqa: F811
+    run: Callable[..., Any],
     hub: FakeHub,
     name: str,
 ) -> None:
@@ -82,8 +70,8 @@ def test_conversions_download_and_give_what_a_folder_gives(
     does: Callable[..., Any],
     hub: FakeHub,
     models: dict[str, Path],
-    here: Path,  # noqa: F811
-    tmp_path: Path,  # noqa: F811
+    here: Path,
+    tmp_path: Path,
     name: str,
 ) -> None:
     source = f"hf://org/{name}"
@@ -108,7 +96,7 @@ def test_conversions_download_and_give_what_a_folder_gives(
 def test_a_verification_reads_the_hub_on_both_sides(
     does: Callable[..., Any],
     hub: FakeHub,
-    here: Path,  # noqa: F811
+    here: Path,
 ) -> None:
     does("split", "hf://org/torch_dist")
     words = ("--against", "hf://org/torch_dist", "--layers", "0", "--seq", "16", "--device", "cpu")
@@ -121,7 +109,7 @@ def test_a_verification_reads_the_hub_on_both_sides(
 
 
 @pytest.fixture
-def output(models: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest) -> Path:  # noqa: F811
+def output(models: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A checkpoint split in place, whose verification is on record."""
     found = api.split(models[request.param], tmp_path / "model-split").output
     edit_manifest(found, verification=VERIFICATION)
@@ -133,7 +121,7 @@ def test_a_checkpoint_is_pushed_and_comes_back(
     hub: FakeHub,
     output: Path,
     does: Callable[..., Any],
-    here: Path,  # noqa: F811
+    here: Path,
     models: dict[str, Path],
     request: pytest.FixtureRequest,
 ) -> None:
@@ -169,7 +157,7 @@ def test_an_unverified_one_is_not_pushed(hub: FakeHub, models: dict[str, Path]) 
     assert "laid out anew" in hub.files(REPO)["README.md"].decode()
 
 
-def test_what_a_checkpoint_tells_besides_weights_is_said(hub: FakeHub, tmp_path: Path) -> None:  # noqa: F811
+def test_what_a_checkpoint_tells_besides_weights_is_said(hub: FakeHub, tmp_path: Path) -> None:
     said = {"save": "/home/someone/checkpoints", "data_path": ["1", "/data/x"], "lr": 1.0}
     common = {"args": Namespace(**dist_checkpoints.ARGUMENTS, **said), "iteration": 7}
     state = dist_checkpoints.state()

@@ -8,49 +8,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conversions import command, memory_folder
-from fake_hub import TOKEN, FakeHub, Fault, running_hub
+from conversions import command
+from fake_hub import TOKEN, FakeHub, Fault
 from pushing import (
     REPO,
     Client,
     assert_not_pushed,
     assert_pushed,
     change_shard,
-    make_output,
     plain_environment,
 )
 
 WAYS = ("lfs", "multipart", "xet")
 COMMIT = "/api/models/tester/model-split/commit/"
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    with memory_folder() as folder:
-        yield folder
-
-
-@pytest.fixture
-def hub(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FakeHub]:
-    way = getattr(request, "param", "lfs")
-    mode = "xet" if way == "xet" else "lfs"
-    with running_hub(tmp_path / "hub", mode, multipart=10_000 if way == "multipart" else 0) as hub:
-        yield hub
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return make_output(tmp_path)
-
-
-@pytest.fixture
-def client(hub: FakeHub) -> Iterator[Client]:
-    with Client(hub) as client:
-        yield client
 
 
 def forget(hub: FakeHub) -> None:

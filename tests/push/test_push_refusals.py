@@ -8,13 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conversions import contents, manifest, memory_folder, run_process, snapshot
-from fake_hub import TOKEN, FakeHub, running_hub
+from conversions import contents, manifest, run_process, snapshot
+from fake_hub import TOKEN, FakeHub
 from pushing import (
     REPO,
     VERIFICATION,
@@ -28,30 +27,7 @@ from pushing import (
     push,
 )
 
-README = Path(__file__).parent.parent / "README.md"
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    with memory_folder() as folder:
-        yield folder
-
-
-@pytest.fixture
-def hub(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FakeHub]:
-    with running_hub(tmp_path / "hub", getattr(request, "param", "lfs")) as hub:
-        yield hub
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return make_output(tmp_path)
-
-
-@pytest.fixture
-def client(hub: FakeHub) -> Iterator[Client]:
-    with Client(hub) as client:
-        yield client
+README = Path(__file__).parents[2] / "README.md"
 
 
 # What is not pushed

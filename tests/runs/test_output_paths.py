@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conversions import CARRIED_WEIGHTS, INDEX, contents, leftovers, memory_folder, snapshot, write_checkpoint
+from conversions import CARRIED_WEIGHTS, INDEX, contents, leftovers, snapshot, write_checkpoint
 from filesystems import bind, in_child, public_folder, remount_read_only, tmpfs
 
 from mla_convert import api, staging
 from mla_convert.engine import RunOptions, RunReport
 from mla_convert.errors import BadInputError, LocalIOError, MlaConvertError, UsageError
 from mla_convert.splitting import SplitOptions
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    with memory_folder() as folder:
-        yield folder
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_checkpoint(tmp_path / "model")
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return tmp_path / "out"
 
 
 def split(source: Path, target: Path | None, *options: Any, **run: Any) -> RunReport:

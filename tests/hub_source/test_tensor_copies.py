@@ -12,7 +12,6 @@ from checkpoints import Stored, digests, load, unflushed, write_checkpoint, writ
 from conversions import contents
 from fake_hub import FakeHub, running_hub
 from safetensors import safe_open
-from test_hub_source import client, here, in_the_children, run, tmp_path  # noqa: F401
 
 from mla_convert import api
 from mla_convert.comparing import compare
@@ -43,12 +42,12 @@ def names_in(path: Path) -> set[str]:
 
 
 @pytest.fixture
-def plain(tmp_path: Path) -> Path:  # noqa: F811
+def plain(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "plain", shards=2)
 
 
 @pytest.fixture
-def source(plain: Path, tmp_path: Path) -> Path:  # noqa: F811
+def source(plain: Path, tmp_path: Path) -> Path:
     return with_copies(write_checkpoint(tmp_path / "source", shards=2))
 
 
@@ -79,7 +78,7 @@ def test_copies_are_split_and_combined_where_they_lie(source: Path, plain: Path,
     assert digests(back) == digests(source)
 
 
-def test_other_commands_see_one_tensor(source: Path, plain: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_other_commands_see_one_tensor(source: Path, plain: Path, tmp_path: Path) -> None:
     assert compare(source, plain).is_same
     _, document = api.inspect(source)
     assert document["tensors"] == len(load(plain))
@@ -92,7 +91,7 @@ def test_other_commands_see_one_tensor(source: Path, plain: Path, tmp_path: Path
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[FakeHub]:  # noqa: F811
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
     source = with_copies(write_checkpoint(tmp_path / "equal", shards=2))
     size = len(load(write_checkpoint(tmp_path / "for-size", shards=2))[EMBEDDING].data)
     other = with_copies(write_checkpoint(tmp_path / "other", shards=2), embedding=bytes(size))
@@ -102,7 +101,7 @@ def hub(tmp_path: Path) -> Iterator[FakeHub]:  # noqa: F811
         yield hub
 
 
-def test_copies_on_the_hub_are_compared_once_they_are_here(run: Callable[..., Any], hub: FakeHub) -> None:  # noqa: F811
+def test_copies_on_the_hub_are_compared_once_they_are_here(run: Callable[..., Any], hub: FakeHub) -> None:
     planned = run("split", "hf://org/other", "--dry-run", "--json")
     assert planned.returncode == 0, planned.stderr
     (warning,) = [w for w in json.loads(planned.stdout)["warnings"] if "in two shards" in w]

@@ -12,8 +12,8 @@ import pytest
 from checkpoints import RUN, load
 from conversions import contents, manifest
 from fake_hub import FakeHub, running_hub
+from hub_sources import cache
 from sharded_models import MODELS, write_model
-from test_hub_source import cache, client, fails, here, in_the_children, run, tmp_path  # noqa: F401
 
 from mla_convert import api
 from mla_convert.formats.safetensors import read_header
@@ -43,7 +43,7 @@ def models() -> Iterator[dict[str, Path]]:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, models: dict[str, Path]) -> Iterator[FakeHub]:  # noqa: F811
+def hub(tmp_path: Path, models: dict[str, Path]) -> Iterator[FakeHub]:
     with running_hub(tmp_path / "hub") as hub:
         for name, folder in models.items():
             hub.add_repository(f"org/{name}", contents(folder))
@@ -51,7 +51,7 @@ def hub(tmp_path: Path, models: dict[str, Path]) -> Iterator[FakeHub]:  # noqa: 
 
 
 @pytest.fixture
-def does(run: Callable[..., Any]) -> Callable[..., Any]:  # noqa: F811
+def does(run: Callable[..., Any]) -> Callable[..., Any]:
     """Run the command, which must be done; its JSON document."""
 
     def does(*arguments: str | Path, code: int = 0, **changes: str) -> Any:
@@ -96,7 +96,7 @@ def test_headers_alone(
     does: Callable[..., Any],
     hub: FakeHub,
     models: dict[str, Path],
-    here: Path,  # noqa: F811
+    here: Path,
 ) -> None:
     expected = does("inspect", models[name])
     found = does("inspect", f"hf://org/{name}")
@@ -119,7 +119,7 @@ def test_the_same_as_from_a_folder(
     does: Callable[..., Any],
     hub: FakeHub,
     models: dict[str, Path],
-    here: Path,  # noqa: F811
+    here: Path,
 ) -> None:
     words = ("--tp", "2", "--to", to, "--layout", "split")
     planned = does("reshard", f"hf://org/{name}", *words, "--dry-run")
@@ -139,13 +139,13 @@ def test_back_to_one_checkpoint(
     does: Callable[..., Any],
     hub: FakeHub,
     models: dict[str, Path],
-    here: Path,  # noqa: F811
+    here: Path,
 ) -> None:
     does("reshard", "hf://org/files", "--tp", "1", "--to", "huggingface", "--layout", "combined")
     assert load(here / "files-tp1") == load(models["plain"])
 
 
-def test_what_is_refused_is_not_downloaded(fails: Callable[..., str], hub: FakeHub) -> None:  # noqa: F811
+def test_what_is_refused_is_not_downloaded(fails: Callable[..., str], hub: FakeHub) -> None:
     stderr = fails(4, "reshard", "hf://org/folders", "--tp", "3")
     assert "8 heads of model.layers.0.self_attn do not divide by 3" in stderr
     assert "legal here: --tp 1, 2, 4, 8" in stderr
@@ -154,7 +154,7 @@ def test_what_is_refused_is_not_downloaded(fails: Callable[..., str], hub: FakeH
 
 
 def test_a_rank_that_is_not_there(
-    fails: Callable[..., str],  # noqa: F811
+    fails: Callable[..., str],
     hub: FakeHub,
     models: dict[str, Path],
 ) -> None:
@@ -178,7 +178,7 @@ def test_diff(does: Callable[..., Any], hub: FakeHub, models: dict[str, Path]) -
     assert document["counts"]["!"] == 1
 
 
-def test_diff_of_what_is_not_there(fails: Callable[..., str], hub: FakeHub, models: dict[str, Path]) -> None:  # noqa: F811
+def test_diff_of_what_is_not_there(fails: Callable[..., str], hub: FakeHub, models: dict[str, Path]) -> None:
     assert "no such repository" in fails(6, "diff", models["plain"], "hf://org/nothing")
     assert "does not name a repository" in fails(2, "diff", "hf://nothing", models["plain"])
     assert "if you mean the repository on the Hub: hf://org/plain" in fails(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conversions import manifest, memory_folder, snapshot
-from fake_hub import TOKEN, FakeHub, running_hub
+from conversions import manifest, snapshot
+from fake_hub import TOKEN, FakeHub
 from pushing import (
     REPO,
     Client,
@@ -24,31 +23,6 @@ from pushing import (
 )
 
 WAYS = ("lfs", "multipart", "xet")
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    with memory_folder() as folder:
-        yield folder
-
-
-@pytest.fixture
-def hub(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FakeHub]:
-    way = getattr(request, "param", "lfs")
-    mode = "xet" if way == "xet" else "lfs"
-    with running_hub(tmp_path / "hub", mode, multipart=10_000 if way == "multipart" else 0) as hub:
-        yield hub
-
-
-@pytest.fixture
-def output(tmp_path: Path) -> Path:
-    return make_output(tmp_path)
-
-
-@pytest.fixture
-def client(hub: FakeHub) -> Iterator[Client]:
-    with Client(hub) as client:
-        yield client
 
 
 @pytest.mark.parametrize("hub", WAYS, indirect=True)

@@ -1,0 +1,223 @@
+"""What every part needs: timing by CUDA events, the ceilings, a measured row, its goals, and the table.
+
+Shapes are those of DeepSeek-V3.2: a token is 512 + 64 dims, and the indexer has 64 heads of 128 dims.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+RANK, ROPE = 512, 64
+WIDTH = RANK + ROPE
+SCALE = WIDTH**-0.5
+INDEXER_HEADS, INDEXER_DIM = 64, 128
+TOPK = 2048
+FORWARD_FLOP = 2 * (2 * RANK + ROPE)  # a pair of query and token, a head
+
+ERROR_LIMIT = 1e-4  # what is further off is no baseline, and meets no goal
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What a row is set beside. ``error`` is the largest of its errors; None where it does other work."""
+
+    ms: float
+    error: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One row's figures.
+
+    ``errors`` are against float64, by what they are of: 1 - cosine, or for "keys" a share of the keys. ``flop`` and
+    ``bytes_read`` are those the call cannot do without.
+    """
+
+    ms: float
+    errors: dict[str, float]
+    flop: float | None = None
+    bytes_read: float | None = None
+    baselines: dict[str, Baseline] = field(default_factory=dict)
+
+    @property
+    def tflops(self) -> float | None:
+        return None if self.flop is None else self.flop / self.ms / 1e9
+
+    @property
+    def terabytes(self) -> float | None:
+        """TB/s."""
+        return None if self.bytes_read is None else self.bytes_read / self.ms / 1e9
+
+    def times(self, baseline: str) -> float | None:
+        """How many times as fast as the baseline, if that was measured."""
+        return self.baselines[baseline].ms / self.ms if baseline in self.baselines else None
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Measured in the same run: a device-to-device copy (bytes read plus written) and a bf16 8192³ product."""
+
+    copy_terabytes: float
+    product_tflops: float
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """At least ``value`` times a baseline's speed, TFLOP/s or of the copy's bandwidth."""
+
+    value: float
+    unit: Literal["x FlashMLA", "x torch", "TFLOP/s", "of copy"]
+
+    def __str__(self) -> str:
+        return f"{self.value:.0%} of copy" if self.unit == "of copy" else f"{self.value:g} {self.unit}"
+
+    def met(self, found: Measurement, limits: Ceilings) -> bool | None:
+        """None where what it speaks of was not measured. A wrong result meets nothing."""
+        value: float | None
+        if self.unit == "TFLOP/s":
+            value, least = found.tflops, self.value
+        elif self.unit == "of copy":
+            value, least = found.terabytes, self.value * limits.copy_terabytes
+        else:
+            value, least = found.times(self.unit.removeprefix("x ")), self.value
+        if value is None:
+            return None
+        return value >= least and all(error <= ERROR_LIMIT for error in found.errors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A row of the table, and what measures it. Several goals are steps: the later ones are more."""
+
+    name: str
+    measure: Callable[[], Measurement]
+    goals: tuple[Goal, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A case that was measured or, with the reason, could not be."""
+
+    part: str
+    case: Case
+    found: Measurement | None = None
+    failure: str | None = None
+
+
+def median_ms(call: Callable[[], object], seconds: float = 0.1) -> float:
+    """Median time of a call by CUDA events: two calls to warm up, then at least five samples for ``seconds``.
+
+    A sample is the mean of calls in a row, as many as make up a millisecond.
+    """
+    call()
+    once = _sample_ms(call, 1)
+    calls = max(1, min(50, int(1 / once)))
+    samples = max(5, min(50, int(seconds * 1e3 / (once * calls))))
+    return statistics.median(_sample_ms(call, calls) for _ in range(samples))
+
+
+def _sample_ms(call: Callable[[], object], calls: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / calls
+
+
+def in_graph(call: Callable[[], object]) -> Callable[[], object]:
+    """The same call captured once, to be replayed."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def ceilings() -> Ceilings:
+    source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    copy = 2 * source.numel() / median_ms(lambda: target.copy_(source)) / 1e9
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    return Ceilings(copy, 2 * 8192**3 / median_ms(lambda: a @ b) / 1e9)
+
+
+def sampled(count: int) -> Tensor:
+    """The queries (or requests) whose results are compared: the first two, one inside and the last. int64."""
+    return torch.tensor(sorted({0, min(1, count - 1), count // 3, count - 1}), device="cuda")
+
+
+def cosine_error(got: Tensor, want: Tensor) -> float:
+    """1 - the similarity 2ab / (aa + bb), which a wrong length lowers, too."""
+    got, want = got.double().flatten(), want.double().flatten()
+    return 1 - float(2 * (got @ want) / (got @ got + want @ want))
+
+
+def as_json(row: Row, limits: Ceilings) -> dict[str, Any]:
+    """One line of the JSON file: ms, TFLOP/s, TB/s, shares of the ceilings, errors, baselines, goals."""
+    about: dict[str, Any] = {"part": row.part, "name": row.case.name}
+    if (found := row.found) is None:
+        return about | {"failure": row.failure}
+    tflops, terabytes = found.tflops, found.terabytes
+    return about | {
+        "ms": found.ms,
+        "tflops": tflops,
+        "of_product": tflops and tflops / limits.product_tflops,
+        "terabytes_per_second": terabytes,
+        "of_copy": terabytes and terabytes / limits.copy_terabytes,
+        "errors": found.errors,
+        "baselines": {
+            name: asdict(baseline) | {"times": found.times(name)}
+            for name, baseline in found.baselines.items()
+        },
+        "goals": [{"goal": str(goal), "met": goal.met(found, limits)} for goal in row.case.goals],
+    }
+
+
+def where(limits: Ceilings) -> dict[str, Any]:
+    """The first line of the JSON file: the card, the day and the ceilings."""
+    return {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        **asdict(limits),
+    }
+
+
+COLUMNS = (
+    "kernel", "ms", "TFLOP/s (of product)", "TB/s (of copy)", "FlashMLA ms (times)", "torch ms (times)", "error",
+    "FlashMLA's", "torch's", "goal",
+)  # fmt: skip
+
+
+def table(rows: list[Row], limits: Ceilings) -> str:
+    """The rows as a Markdown table, and below it those that could not be measured."""
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
+    lines += [f"| {' | '.join(_cells(row.case, row.found, limits))} |" for row in rows if row.found]
+    failures = [f"- {row.case.name}: {row.failure}" for row in rows if not row.found]
+    return "\n".join([*lines, *(["", "Not measured:", "", *failures] if failures else [])])
+
+
+def _cells(case: Case, found: Measurement, limits: Ceilings) -> list[str]:
+    rate, bandwidth = found.tflops, found.terabytes
+    beside = [found.baselines.get(name) for name in ("FlashMLA", "torch")]
+    verdicts = {True: "met", False: "missed", None: "not measured"}
+    return [
+        case.name,
+        f"{found.ms:.3f}",
+        "" if rate is None else f"{rate:.0f} ({rate / limits.product_tflops:.0%})",
+        "" if bandwidth is None else f"{bandwidth:.2f} ({bandwidth / limits.copy_terabytes:.0%})",
+        *("" if other is None else f"{other.ms:.3f} ({other.ms / found.ms:.2f})" for other in beside),
+        ", ".join(f"{what} {error:.1e}" for what, error in found.errors.items()),
+        *("" if other is None or other.error is None else f"{other.error:.1e}" for other in beside),
+        "; ".join(f"{goal}: {verdicts[goal.met(found, limits)]}" for goal in case.goals),
+    ]

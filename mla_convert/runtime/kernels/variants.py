@@ -1,0 +1,94 @@
+"""Which compiled kernels a block of attention may call for: what can be built before the first call.
+
+Rows of a call, head counts and sizes choose among few programs each; ``tests/test_warmup_gpu.py`` sees to it that
+running a block compiles nothing that is not listed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from mla_convert.errors import CannotError
+from mla_convert.runtime import kv_cache
+from mla_convert.runtime.kernels import dense_mla, indexer_logits, sparse_mla, sparse_mla_backward, topk
+from mla_convert.runtime.spec import AttentionSpec
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel by its name; ``build`` compiles it or finds it in the cache, and can be sent to another process."""
+
+    name: str
+    build: Callable[[], Any]
+
+
+def variants(spec: AttentionSpec, dtype: torch.dtype) -> tuple[Variant, ...]:
+    """The kernels of a block: prefill, decode, selection and, for sparse attention, gradients.
+
+    Args:
+        spec: The block as one rank runs it: ``AttentionSpec.shard`` gives it.
+        dtype: bfloat16 or float16.
+
+    Raises:
+        CannotError: The kernels do not take the block's sizes.
+    """
+    q_SHE = torch.empty(1, spec.heads, spec.kv_dim, dtype=dtype, device="meta")
+    if reason := sparse_mla.unsupported(q_SHE, spec.rank, 1.0):
+        raise CannotError(f"There are no kernels for this attention: {reason}.")
+    found = [*_sparse(spec, dtype), *_dense(spec, dtype), *_backward(spec, dtype)]
+    if spec.indexer is not None:
+        found += _selection(spec.indexer.heads, spec.indexer.dim, dtype)
+    return tuple(found)
+
+
+def _sparse(spec: AttentionSpec, dtype: torch.dtype) -> Iterator[Variant]:
+    rank, rope = sparse_mla.native(spec.heads, spec.rank, spec.rope)
+    yield Variant("sparse attention: list lengths", sparse_mla.lengths_kernel)
+    for split in (False, True):
+        name = f"sparse attention: {spec.heads} heads, {rank} + {rope} dims" + (
+            ", few queries" if split else ""
+        )
+        yield Variant(name, partial(sparse_mla.compile_for, spec.heads, rank, rope, dtype, split))
+    yield Variant(f"sparse attention: merge, {rank} dims", partial(sparse_mla.combine_kernel, rank, dtype))
+
+
+def _dense(spec: AttentionSpec, dtype: torch.dtype) -> Iterator[Variant]:
+    yield Variant("dense attention: schedule", dense_mla.plan_kernel)
+    is_fp8 = (spec.rank, spec.rope) == (kv_cache.RANK, kv_cache.ROPE) and dtype == torch.bfloat16
+    for tile in sorted({dense_mla.tile_rows(rows) for rows in (spec.heads, dense_mla.FEW + 1)}):
+        rank, rope = dense_mla.native(tile, spec.rank, spec.rope)
+        for fp8 in (False, True) if is_fp8 else (False,):
+            name = f"dense attention: {tile} rows, {rank} + {rope} dims" + (", FP8 cache" if fp8 else "")
+            yield Variant(name, partial(dense_mla.compile_for, tile, rank, rope, dtype, fp8))
+        for warps in (1, 8):
+            merge = partial(dense_mla.combine_kernel, tile, rank, dtype, warps)
+            yield Variant(f"dense attention: merge of {tile} rows, {rank} dims, {warps} warps", merge)
+
+
+def _backward(spec: AttentionSpec, dtype: torch.dtype) -> Iterator[Variant]:
+    q_SHE = torch.empty(1, spec.heads, spec.kv_dim, dtype=dtype, device="meta")
+    if sparse_mla_backward.unsupported(q_SHE, spec.rank, 1.0):
+        return
+    rank, rope = sparse_mla_backward.native(spec.rank, spec.rope)
+    yield Variant(f"gradients: rows, {rank} dims", partial(sparse_mla_backward.prepare_kernel, rank, dtype))
+    for slots in (False, True):
+        name = f"gradients: {spec.heads} heads, {rank} + {rope} dims" + (", deterministic" if slots else "")
+        main = partial(sparse_mla_backward.compile_for, spec.heads, rank, rope, dtype, slots)
+        yield Variant(name, main)
+    tiles = -(-spec.heads // 64)
+    sums = partial(sparse_mla_backward.sum_kernel, rank + rope, tiles)
+    yield Variant(f"gradients: deterministic sums, {rank + rope} dims, {tiles} tiles", sums)
+
+
+def _selection(heads: int, dim: int, dtype: torch.dtype) -> Iterator[Variant]:
+    padded = -(-dim // 8) * 8
+    for share in (True, False):
+        name = f"indexer: {heads} heads, {dim} dims" + ("" if share else ", few queries")
+        yield Variant(name, partial(indexer_logits.compile_for, heads, padded, dtype, share=share))
+    for kind in ("whole", "few", "part", "merge"):
+        yield Variant(f"top-k: {kind}", partial(topk.compile_for, kind))

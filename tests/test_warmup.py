@@ -1,0 +1,177 @@
+"""Kernels compiled ahead: which ones, by how many processes at once, and what stops it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conversions import run, run_process
+
+pytest.importorskip("tilelang", reason="TileLang is not installed (it is for Linux only)")
+
+from mla_convert.demo_model import write_demo_checkpoint
+from mla_convert.errors import CannotError
+from mla_convert.progress import SilentProgress
+from mla_convert.runtime import kernels as kernel_modules
+from mla_convert.runtime.kernels import (
+    _common,
+    dense_mla,
+    indexer_logits,
+    sparse_mla,
+    sparse_mla_backward,
+    topk,
+)
+from mla_convert.runtime.kernels.variants import Variant
+from mla_convert.warmup import build, warmup
+
+needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc on PATH to compile kernels with")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("warmup") / "demo"
+    write_demo_checkpoint(folder)
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, for the processes that a test starts."""
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "cache"))
+    yield tmp_path / "cache"
+
+
+def compiled_keys(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> set[Any]:
+    """What the listed kernels would compile, by the keys that ``compiled`` gets."""
+    keys = set()
+
+    def record(key: Any, build: Any, **configs: Any) -> None:
+        keys.add(key)
+
+    for module in (dense_mla, indexer_logits, sparse_mla, sparse_mla_backward, topk):
+        monkeypatch.setattr(module, "compiled", record)
+
+    def build_here(wanted: Any, workers: Any, progress: Any) -> dict[str, float]:
+        for variant in wanted:
+            variant.build()
+        return {variant.name: 0.0 for variant in wanted}
+
+    monkeypatch.setattr("mla_convert.warmup.build", build_here)
+    monkeypatch.setattr("mla_convert.warmup._cache_folder", lambda **_: Path())
+    warmup(checkpoint, **options)
+    return keys
+
+
+def test_every_kind_of_kernel_is_listed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys of all calls of ``compiled`` in the sources begin with a kind, and every kind is among the keys."""
+    keys = compiled_keys(checkpoint, monkeypatch)
+    kinds = {key[0] if isinstance(key, tuple) else key for key in keys}
+    sources = [path.read_text() for path in Path(*kernel_modules.__path__).glob("*.py")]
+    assert len(sources) > 10
+    missing = [kind for kind in kinds if not any(f'"{kind}"' in source for source in sources)]
+    assert not missing
+    builders = sum(source.count("return compiled(") for source in sources)
+    assert builders >= 10
+    assert len(kinds) >= builders - 3  # some builders have two branches under one kind
+
+
+def test_ranks_and_dtype_choose_the_programs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = compiled_keys(checkpoint, monkeypatch, tp=1, dtype="float16")
+    assert ("few", 8, 256, 64, "float16", False) in keys and ("few", 8, 256, 64, "float16", True) in keys
+    assert ("indexer_logits", 8, 128, "float16", True, False) in keys
+    assert {key[1] for key in keys if key[0] == "select_topk"} == {"whole", "few", "part", "merge"}
+    assert not any("bfloat16" in key for key in keys if isinstance(key, tuple))
+
+
+def test_dry_run_names_them_and_compiles_none(checkpoint: Path, cache: Path) -> None:
+    result = run_process("warmup", checkpoint, "--dry-run", "--json", env={"TILELANG_CACHE_DIR": str(cache)})
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["cache"] == str(cache) and len(document["kernels"]) > 15
+    assert all(kernel["seconds"] is None for kernel in document["kernels"])
+    assert not list(cache.rglob("*.so"))
+
+
+def test_ranks_that_do_not_fit(checkpoint: Path) -> None:
+    result = run("warmup", checkpoint, "--tp", "3", "--dry-run")
+    assert result.returncode == 4 and "8 heads cannot be divided over 3" in result.stderr
+    assert "1, 2, 4, 8" in result.stderr
+
+
+def test_without_a_compiler(checkpoint: Path, tmp_path: Path) -> None:
+    nowhere = {"CUDA_HOME": str(tmp_path / "nowhere"), "PATH": str(Path(sys.executable).parent)}
+    result = run_process("warmup", checkpoint, env=nowhere)
+    assert result.returncode == 4 and "no nvcc" in result.stderr and "CUDA_HOME" in result.stderr
+
+
+def fails() -> None:
+    raise RuntimeError("line 7: no such instruction")
+
+
+def dies() -> None:
+    os._exit(9)
+
+
+def test_a_kernel_that_does_not_compile_is_named() -> None:
+    with pytest.raises(CannotError, match=r"'broken' does not compile: line 7"):
+        build([Variant("broken", fails)], 1, SilentProgress())
+
+
+def test_a_compiler_that_is_killed() -> None:
+    with pytest.raises(CannotError, match="memory") as caught:
+        build([Variant("dies", dies)], 1, SilentProgress())
+    assert "workers" in (caught.value.hint or "")
+
+
+@needs_nvcc
+def test_kernels_land_in_the_cache(cache: Path) -> None:
+    wanted = [
+        Variant("lengths", sparse_mla.lengths_kernel),
+        Variant("top-k", partial(topk.compile_for, "few")),
+    ]
+    assert list(build(wanted, 2, SilentProgress())) == ["lengths", "top-k"]
+    libraries = {path: path.stat().st_mtime_ns for path in cache.rglob("*.so")}
+    assert len(libraries) == 2
+    build(wanted, 1, SilentProgress())
+    assert {path: path.stat().st_mtime_ns for path in cache.rglob("*.so")} == libraries
+
+
+@needs_nvcc
+def test_processes_that_start_together_compile_once(cache: Path, tmp_path: Path) -> None:
+    nvcc = Path(str(shutil.which("nvcc"))).resolve()
+    toolkit = tmp_path / "toolkit"
+    (toolkit / "bin").mkdir(parents=True)
+    for path in nvcc.parent.parent.iterdir():
+        if path.name != "bin":
+            (toolkit / path.name).symlink_to(path)
+    for path in nvcc.parent.iterdir():
+        if path.name != "nvcc":
+            (toolkit / "bin" / path.name).symlink_to(path)
+    shim, log = toolkit / "bin/nvcc", tmp_path / "log"
+    shim.write_text(f'#!/bin/sh\ncase "$*" in *.cu*) echo compiled >> {log};; esac\nexec {nvcc} "$@"\n')
+    shim.chmod(0o755)
+    code = "from mla_convert.runtime.kernels.topk import compile_for; compile_for('few')"
+    environment = {**os.environ, "CUDA_HOME": str(toolkit), "PATH": f"{shim.parent}:{os.environ['PATH']}"}
+    processes = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(3)]
+    assert [process.wait(300) for process in processes] == [0, 0, 0]
+    assert log.read_text().splitlines() == ["compiled"]
+    assert len(list(cache.rglob("*.so"))) == 1
+
+
+def test_a_cache_that_cannot_be_written_still_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nowhere:
+        TILELANG_CACHE_DIR = "/proc/nowhere"
+
+    monkeypatch.setattr(_common.tilelang, "env", Nowhere)
+    with _common._alone("key"):
+        pass
+    assert torch.float16 in _common.DTYPES
