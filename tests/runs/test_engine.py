@@ -34,6 +34,7 @@ from splits import refused, split
 from mla_convert import api, engine, filling, sharing, storage
 from mla_convert.engine import RunOptions
 from mla_convert.errors import BadInputError, DifferenceError, LocalIOError
+from mla_convert.formats.huggingface import open_checkpoint
 from mla_convert.progress import SilentProgress
 from mla_convert.storage import LinkMode
 from mla_convert.tensors import TensorSpec
@@ -220,7 +221,7 @@ def test_a_source_that_is_cut_short_meanwhile(model: Path, out: Path) -> None:
 def test_a_restored_tensor_that_differs(model: Path, out: Path, tmp_path: Path) -> None:
     parted = api.split(model, tmp_path / "parted", run=RunOptions(link=LinkMode.COPY)).output
     name = "model.layers.1.self_attn.v_b_proj.weight"
-    stored = api.open_checkpoint(parted).tensors[name]
+    stored = open_checkpoint(parted).tensors[name]
     with (parted / stored.file).open("r+b") as file:
         file.seek(stored.start)
         file.write(b"\x55" * 8)
