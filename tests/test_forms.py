@@ -34,7 +34,9 @@ def whole(*lengths: int) -> Tokens:
 
 
 @pytest.mark.parametrize("shape", ["sbhd", "packed"])
-def test_multi_head_equals_standard_and_so_do_its_gradients(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multi_head_equals_standard_and_so_do_its_gradients(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(forms, "CALL", 0)  # sequences of many sizes, each on its own
     x, given = (draw(30, 3, SPEC.hidden, seed=7), {}) if shape == "sbhd" else packed_input()
     given = given if isinstance(given, dict) else {"cu_seqlens": given}
@@ -63,9 +65,10 @@ def test_a_sequence_no_longer_than_topk_may_be_multi_head() -> None:
     assert error(output, make(StandardMLA, SPARSE)(x)[0]) <= 1e-13
     block(draw(7, 2, SPEC.hidden, seed=7))
     assert chosen(block) == {"multi-head", "absorbed sparse"}
-    assert "The absorbed sparse form was last chosen: 6 tokens are listed for each query." in block.backend(
-        "cpu"
-    ).explain()
+    assert (
+        "The absorbed sparse form was last chosen: 6 tokens are listed for each query."
+        in block.backend("cpu").explain()
+    )
 
 
 def test_lists_are_heeded_however_short_the_sequence() -> None:
@@ -81,9 +84,10 @@ def test_the_absorbed_form_can_be_asked_for() -> None:
     want = block(x)[0]
     block.form = "absorbed"
     assert error(block(x)[0], want) <= 1e-13
-    assert "The absorbed dense form was last chosen: the absorbed form was asked for." in block.backend(
-        "cpu"
-    ).explain()
+    assert (
+        "The absorbed dense form was last chosen: the absorbed form was asked for."
+        in block.backend("cpu").explain()
+    )
 
 
 @pytest.mark.parametrize(

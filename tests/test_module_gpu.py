@@ -124,7 +124,9 @@ def test_outputs_and_gradients_equal_standard(
     if form == "multi-head":
         assert set(backend.ran) == {"multi_head: torch"}
     else:
-        assert all(entry.endswith(": tilelang") for entry in backend.ran) and backend.ran["sparse_mla: tilelang"]
+        assert (
+            all(entry.endswith(": tilelang") for entry in backend.ran) and backend.ran["sparse_mla: tilelang"]
+        )
     for dtype in (torch.bfloat16, torch.float64):
         want_output, want = gradients(block(StandardMLA, spec, dtype), x.to(dtype), **given)
         assert found.keys() == want.keys()

@@ -83,9 +83,9 @@ def multi_head(
         q_BSHX = torch.stack([q_SHX[segment.queries] for segment in segments])
         kv_BTE = torch.stack([kv_TE[segment.keys] for segment in segments])
         latent_BTR, k_rope_BTP = kv_BTE[..., : spec.rank], kv_BTE[..., spec.rank :]
-        k_nope_BTHN = F.linear(latent_BTR, w_uk).unflatten(-1, (spec.heads, spec.nope))
+        k_nope_BTHN = F.linear(latent_BTR, w_uk).view(len(segments), keys, spec.heads, spec.nope)
         k_rope_BTHP = k_rope_BTP[:, :, None].expand(-1, -1, spec.heads, -1)
-        value_BTHV = F.linear(latent_BTR, w_uv).unflatten(-1, (spec.heads, spec.v))
+        value_BTHV = F.linear(latent_BTR, w_uv).view(len(segments), keys, spec.heads, spec.v)
         out_BHSV = F.scaled_dot_product_attention(
             q_BSHX.transpose(1, 2),
             torch.cat([k_nope_BTHN, k_rope_BTHP], dim=-1).transpose(1, 2),
