@@ -25,6 +25,7 @@ import tilelang.language as T  # noqa: N812
 BLOCK = 64  # tokens a step
 LOWEST = -1.0e30  # where the running maximum starts: finite, so that an empty row never computes inf - inf
 SLACK = 8.0  # how far, in powers of two, a probability may exceed 1 before everything is rescaled
+EVERYTHING = 2**31 - 1  # where the span ends of a row that sees all tokens
 OVERHEAD = 3  # what an item costs beside its blocks, in blocks
 PLAN_COLUMNS = 6
 """A plan has a line for each item (first unit, end unit, first token, end token, and the span that all of its rows
@@ -66,7 +67,11 @@ def turn_at(Plan, turn, item, block, lanes, share, items_each, rows_each, tile):
 def load_queries(
     Q, Plan, spans_at, rank_sh, rope_sh, bounds_sh, row, rows_end, heads, thread, q_full, tile, rank, rope
 ):
-    """Producer: copy a tile's rows and the spans they see; rows that do not exist become zeros and see nothing."""
+    """Producer: copy a tile's rows and the spans they see. Rows that do not exist become zeros.
+
+    Those see everything, so that a mask leaves them alone: it may also be applied to a block that needs none
+    (``holes`` of an earlier item), and a row that it hid would move the others' reference of the exponentials later.
+    """
     column = thread % 8 * 8
     for step in T.unroll(T.ceildiv(tile, 16)):
         h = step * 16 + thread // 8
@@ -94,7 +99,7 @@ def load_queries(
             bounds_sh[side, thread] = T.if_then_else(
                 row + thread < rows_end,
                 Plan[spans_at + T.truncdiv(T.min(row + thread, rows_end - 1), heads), side],
-                0,
+                side * EVERYTHING,
             )
     T.barrier_arrive(q_full[0])
 
