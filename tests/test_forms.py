@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_module import GATE, SPARSE, check_gradients, error, gradients, make, packed_input, recombined
+from blocks import SPARSE, error, gradients, make, packed_input, recombined
+from test_module import GATE, check_gradients
 from test_reference import SPEC, draw
 from torch import Tensor
 
