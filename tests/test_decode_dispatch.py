@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mla_convert.errors import CannotError
 from mla_convert.runtime import decode, dispatch, reference
-from mla_convert.runtime.dispatch import resolve_backend
+from mla_convert.runtime.dispatch import Requested, resolve_backend
 
 
 def decode_arguments(dtype: torch.dtype = torch.float32) -> dict[str, object]:
@@ -59,21 +59,13 @@ def test_the_reference_serves_and_is_on_record() -> None:
     assert backend.ran == {"decode_mla: reference": 1, "dense_mla: reference": 1}
 
 
-def test_kernels_serve_bfloat16(kernels_available: list[str]) -> None:
-    backend = resolve_backend("tilelang", "cuda:0")
+@pytest.mark.parametrize("requested", ["auto", "tilelang"])
+def test_kernels_serve_bfloat16(kernels_available: list[str], requested: Requested) -> None:
+    backend = resolve_backend(requested, "cuda:0")
     backend.decode_mla(**decode_arguments(torch.bfloat16))
     backend.dense_mla(**dense_arguments(torch.bfloat16))
     assert kernels_available == ["decode_mla", "dense_mla"]
     assert backend.ran == {"decode_mla: tilelang": 1, "dense_mla: tilelang": 1}
-
-
-def test_provisional_kernels_run_when_asked_for_by_name_alone(kernels_available: list[str]) -> None:
-    backend = resolve_backend("auto", "cuda:0")
-    backend.decode_mla(**decode_arguments(torch.bfloat16))
-    backend.dense_mla(**dense_arguments(torch.bfloat16))
-    assert kernels_available == []
-    assert all("reference, its kernel is provisional" in served for served in backend.ran)
-    assert "provisional" in backend.explain()
 
 
 def test_what_kernels_cannot_take_goes_to_the_reference(kernels_available: list[str]) -> None:

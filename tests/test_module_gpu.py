@@ -14,6 +14,7 @@ from test_reference import draw
 from torch import Tensor
 
 from mla_convert.runtime.dispatch import available
+from mla_convert.runtime.forms import Form, FormName
 from mla_convert.runtime.module import AbsorbedMLA, LatentCache, StandardMLA
 from mla_convert.runtime.spec import AttentionSpec, IndexerSpec, RopeSpec
 from mla_convert.runtime.weights import AttentionWeights, IndexerWeights
@@ -101,26 +102,54 @@ def cosine(got: Tensor, want: Tensor) -> float:
     ).item()
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    ("name", "form"), [("dense", "multi-head"), ("dense", "absorbed dense"), ("sparse", "absorbed sparse")]
+)
 @pytest.mark.parametrize("shape", ["sbhd", "packed"])
-def test_outputs_and_gradients_equal_standard(name: str, shape: str) -> None:
+def test_outputs_and_gradients_equal_standard(
+    name: str, form: FormName, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = SPECS[name]
     x, given = inputs(shape)
     absorbed = block(AbsorbedMLA, spec, torch.bfloat16, backend="tilelang")
+    if name == "dense":
+        monkeypatch.setattr(absorbed, "_choose", lambda *_: Form(form, "a test said so"))
     with torch.no_grad():
         given["indices"] = absorbed(x, **given)[1]
     assert (given["indices"] is None) == (name == "dense")
     output, found = gradients(absorbed, x, **given)
     found = recombined(found, spec)
-    ran = absorbed.backend(x.device).ran
-    assert all(entry.endswith(": tilelang") for entry in ran) and ran["sparse_mla: tilelang"]
+    backend = absorbed.backend(x.device)
+    assert set(backend.forms) == {form}
+    if form == "multi-head":
+        assert set(backend.ran) == {"multi_head: torch"}
+    else:
+        assert (
+            all(entry.endswith(": tilelang") for entry in backend.ran) and backend.ran["sparse_mla: tilelang"]
+        )
     for dtype in (torch.bfloat16, torch.float64):
         want_output, want = gradients(block(StandardMLA, spec, dtype), x.to(dtype), **given)
         assert found.keys() == want.keys()
         cosines = {key: cosine(found[key], want[key]) for key in want}
         cosines["output"] = cosine(output, want_output)
-        print(f"\n{name}, {shape}, {dtype}: " + ", ".join(f"{k} {1 - c:.1e}" for k, c in cosines.items()))
+        print(f"\n{form}, {shape}, {dtype}: " + ", ".join(f"{k} {1 - c:.1e}" for k, c in cosines.items()))
         assert min(cosines.values()) > 0.9999, cosines
+
+
+def test_long_prefill_is_multi_head_and_a_chunk_behind_a_cache_too() -> None:
+    x, _ = inputs("sbhd")
+    blocks = [block(AbsorbedMLA, DENSE, torch.bfloat16, backend="tilelang") for _ in range(2)]
+    blocks[1].form = "absorbed"
+    outputs = []
+    with torch.no_grad():
+        for made in blocks:
+            cache = LatentCache(DENSE, 2, 1024, dtype=torch.bfloat16, device="cuda")
+            outputs.append(torch.cat([made(part, cache=cache)[0] for part in x.split((512, 512))]))
+    assert [set(made.backend(x.device).ran) for made in blocks] == [
+        {"multi_head: torch"},
+        {"dense_mla: tilelang"},
+    ]
+    assert cosine(*outputs) > 0.9999
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -23,9 +23,6 @@ Name = Literal["reference", "tilelang"]
 CAPABILITY = (9, 0)
 """The kernels use instructions of this compute capability (Hopper) alone; they do not run on newer ones either."""
 
-PROVISIONAL = frozenset({"decode_mla", "dense_mla"})
-"""Kernels whose tests have not all passed on a GPU yet: "auto" leaves them to the reference, "tilelang" runs them."""
-
 
 @dataclass(frozen=True, slots=True)
 class Backend:
@@ -38,7 +35,7 @@ class Backend:
         strict: True if the kernels were asked for by name: a call that they cannot take then fails, where
             otherwise the reference takes it and ``ran`` says why.
         ran: Calls so far by operation, code and, for the reference in place of a kernel, reason.
-        forms: Forms of a block's attention that ``forms.attend`` chose, and the numbers of the last choice of each.
+        forms: Forms of a block's attention that were chosen, and why each was the last time.
     """
 
     name: Name
@@ -264,13 +261,12 @@ class Backend:
 
     def note_form(self, name: str, reason: str) -> None:
         """Record that a form of a block's attention was chosen, and why (a clause without a full stop)."""
-        self.ran[f"attention: {name}"] += 1
         self.forms[name] = reason
+        if name == "multi-head":
+            self.ran["multi_head: torch"] += 1  # the other forms end in one of the operations here
 
     def _kernel_runs(self, operation: str, why_not: str | None) -> bool:
         """Record who serves this call, and whether that is the kernel; a strict backend raises instead."""
-        if why_not is None and operation in PROVISIONAL and not self.strict:
-            why_not = "its kernel is provisional and runs when 'tilelang' is asked for by name"
         if why_not is None:
             self.ran[f"{operation}: tilelang"] += 1
             return True

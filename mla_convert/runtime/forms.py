@@ -1,31 +1,36 @@
-"""Which form of one block's attention costs least for a call, and running it.
+"""Which form of a block's attention costs least where every token is seen, and the form that is not absorbed.
 
-The same result can be had in three ways. *Multi-head*: expand keys and values of every head from the latent, then
-attention with nope + rope and v dims a head (192 and 128), for which torch has fast kernels. *Absorbed dense*: all
-heads attend to the latent, rank + rope and rank dims a head (576 and 512): 3.4 times the work for a pair of tokens,
-but nothing to expand. *Absorbed sparse*: the same for the selected tokens alone. A selection that leaves nothing
-out may be ignored, so with no more tokens than top-k all three are open.
+The same result can be had in two ways. *Multi-head*: expand keys and values of every head from the latent, then
+attention with nope + rope and v dims a head (192 and 128), for which torch has fast kernels. *Absorbed*: all heads
+attend to the latent, rank + rope and rank dims a head (576 and 512): 3.4 times the work for a pair of tokens, but
+nothing to expand. A selection leaves no choice, unless there are no more tokens than it selects.
 
-Counted are multiplications and additions of the products; the kernels for the three forms run at like rates.
+Counted are multiplications and additions of the products; the kernels for both forms run at like rates.
 
-S queries, T tokens, H heads, N nope dims, P rotary dims, V value dims, R kv rank, K tokens selected for a query.
+S queries, T tokens, H heads, N nope dims, P rotary dims, V value dims, X = N + P, R kv rank, E = R + P, B sequences
+of one size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from mla_convert.runtime.dispatch import Backend
-from mla_convert.runtime.reference import Projected
 from mla_convert.runtime.spec import AttentionSpec
+from mla_convert.runtime.tokens import Segment, Tokens
 from mla_convert.runtime.weights import expect
 
 FormName = Literal["multi-head", "absorbed dense", "absorbed sparse"]
+
+CALL = 20_000_000_000
+"""Operations in the time that one more size of sequences costs multi-head beside its own, about 40 us."""
+
+LARGEST_MASK = 1 << 28
+"""Entries of a mask [S, T], a byte each, beyond which multi-head needs too much memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,103 +41,68 @@ class Form:
     reason: str
 
 
-def choose_form(spec: AttentionSpec, queries: int, tokens: int, *, topk: int | None = None) -> Form:
-    """The form with the fewest operations for the last ``queries`` of ``tokens`` tokens, causal.
-
-    Args:
-        topk: How many tokens a query may see at most; None if it sees all up to itself.
-    """
-    pairs = sum_of_spans(queries, tokens, tokens)
-    expand = 2 * tokens * spec.heads * spec.rank * (spec.nope + spec.v)
-    absorb = 2 * queries * spec.heads * spec.rank * (spec.nope + spec.v)
-    each = 2 * spec.heads * (2 * spec.rank + spec.rope)
-    cost: dict[FormName, int] = {}
-    selects = topk is not None and tokens > topk
-    if not selects:
-        cost["multi-head"] = expand + 2 * spec.heads * (spec.qk_dim + spec.v) * pairs
-        cost["absorbed dense"] = absorb + each * pairs
-    if topk is not None:
-        cost["absorbed sparse"] = absorb + each * sum_of_spans(queries, tokens, topk)
-    name = min(cost, key=lambda form: cost[form])
-    reason = f"{queries} queries and {tokens} tokens take {_amount(cost[name])} so"
-    others = [f"{_amount(cost[form])} {form}" for form in cost if form != name]
-    reason += f" and {' or '.join(others)}" if others else ""
-    if topk is not None:
-        reason += f" (top-k {topk} {'leaves tokens out' if selects else 'selects every token'})"
-    return Form(name, reason)
+def choose_form(spec: AttentionSpec, tokens: Tokens) -> Form:
+    """The form with the fewest operations for queries that see all tokens up to their own."""
+    sizes = [segment.size for segment in tokens.segments]
+    queries, keys = sum(size[0] for size in sizes), sum(size[1] for size in sizes)
+    pairs = sum(segment.pairs for segment in tokens.segments)
+    expand, attend = 2 * spec.heads * spec.rank * (spec.nope + spec.v), 2 * spec.heads * pairs
+    absorbed = queries * expand + attend * (2 * spec.rank + spec.rope)
+    expanded = keys * expand + attend * (spec.qk_dim + spec.v) + CALL * max(0, len(set(sizes)) - 1)
+    of = f"{queries} queries and {keys} tokens"
+    if any(size[0] < size[1] and size[0] * size[1] > LARGEST_MASK for size in sizes):
+        return Form("absorbed dense", f"{of} would need too large a mask in the multi-head form")
+    if expanded < absorbed:
+        return Form("multi-head", f"{of} take {_amount(expanded)} so and {_amount(absorbed)} absorbed")
+    return Form("absorbed dense", f"{of} take {_amount(absorbed)} so and {_amount(expanded)} multi-head")
 
 
-def sum_of_spans(queries: int, tokens: int, most: int) -> int:
-    """Pairs of a query and a token it sees: query s sees tokens - queries + s + 1 of them, at most ``most``."""
-    first = tokens - queries + 1
-    capped = max(0, min(queries, tokens - most))
-    growing = queries - capped
-    return growing * first + growing * (growing - 1) // 2 + capped * most
-
-
-def attend(
-    backend: Backend,
-    projected: Projected,
+def multi_head(
+    q_nope_SHN: Tensor,
+    q_rope_SHP: Tensor,
+    kv_TE: Tensor,
     w_uk: Tensor,
     w_uv: Tensor,
     spec: AttentionSpec,
-    *,
-    indices: Tensor | None = None,
-    topk: int | None = None,
+    tokens: Tokens,
 ) -> Tensor:
-    """Causal attention of the last S of T tokens in the form that costs least: o [S, H, V].
-
-    ``backend.ran`` counts the forms, and ``backend.explain()`` gives the numbers of the last choice of each.
+    """Expanded keys and values through torch's own attention, sequences of one size together: o [S, H, V].
 
     Args:
-        projected: S queries and all T tokens.
+        kv_TE: Normed latent and rotated key of every token.
         w_uk: [H·N, R]. w_uv: [H·V, R].
-        indices: Tokens that each query may see [S, K], as the indexer selects them: from those up to the query,
-            all where there are no more than K. Entries after the query are dropped.
-        topk: K where ``indices`` is not given since no query has more than K tokens before it.
     """
-    queries, tokens = projected.q_nope_SHN.shape[0], projected.latent_SR.shape[0]
-    if indices is not None:
-        topk = indices.shape[1]
-    form = choose_form(spec, queries, tokens, topk=topk)
-    if form.name == "absorbed sparse" and indices is None:
-        raise ValueError(f"{tokens} tokens are more than top-k {topk}: the selection is needed")
-    backend.note_form(form.name, form.reason)
-    if form.name == "multi-head":
-        return multi_head(projected, w_uk, w_uv, spec)
-    w_uk_HNR = expect("k_b", w_uk, spec.heads * spec.nope, spec.rank).reshape(spec.heads, spec.nope, -1)
-    w_uv_HVR = expect("v_b", w_uv, spec.heads * spec.v, spec.rank).reshape(spec.heads, spec.v, -1)
-    q_nope_SHR = torch.einsum("shn,hnr->shr", projected.q_nope_SHN, w_uk_HNR)
-    q_SHE = torch.cat([q_nope_SHR, projected.q_rope_SHP], dim=-1)
-    kv_TE = torch.cat([projected.latent_SR, projected.k_rope_SP], dim=-1)
-    if form.name == "absorbed dense" or indices is None:
-        out_SHR, _ = backend.dense_mla(q_SHE, kv_TE, spec.softmax_scale, d_v=spec.rank)
-    else:
-        rows_S = torch.arange(tokens - queries, tokens, device=indices.device)
-        indices = indices.masked_fill(indices > rows_S[:, None], -1)
-        out_SHR, _ = backend.sparse_mla(q_SHE, kv_TE, indices, spec.softmax_scale, d_v=spec.rank)
-    return torch.einsum("shr,hvr->shv", out_SHR, w_uv_HVR)
-
-
-def multi_head(projected: Projected, w_uk: Tensor, w_uv: Tensor, spec: AttentionSpec) -> Tensor:
-    """Expanded keys and values through torch's own attention, causal for the last S of T tokens: o [S, H, V]."""
-    p, tokens = projected, projected.latent_SR.shape[0]
-    queries = p.q_nope_SHN.shape[0]
     w_uk = expect("k_b", w_uk, spec.heads * spec.nope, spec.rank)
     w_uv = expect("v_b", w_uv, spec.heads * spec.v, spec.rank)
-    k_nope_THN = F.linear(p.latent_SR, w_uk).view(tokens, spec.heads, spec.nope)
-    value_THV = F.linear(p.latent_SR, w_uv).view(tokens, spec.heads, spec.v)
-    k_THX = torch.cat([k_nope_THN, p.k_rope_SP[:, None].expand(-1, spec.heads, -1)], dim=-1)
-    q_SHX = torch.cat([p.q_nope_SHN, p.q_rope_SHP], dim=-1)
-    mask = None
-    if queries < tokens:
-        rows_S = torch.arange(tokens - queries, tokens, device=q_SHX.device)
-        mask = torch.arange(tokens, device=q_SHX.device) <= rows_S[:, None]
-    q, k, value = (x.transpose(0, 1)[None] for x in (q_SHX, k_THX, value_THV))
-    out_HSV = F.scaled_dot_product_attention(
-        q, k, value, attn_mask=mask, is_causal=mask is None, scale=spec.softmax_scale
-    )
-    return out_HSV[0].transpose(0, 1)
+    q_SHX = torch.cat([q_nope_SHN, q_rope_SHP], dim=-1)
+    by_size: dict[tuple[int, int], list[Segment]] = {}
+    for segment in tokens.segments:
+        by_size.setdefault(segment.size, []).append(segment)
+    found: dict[int, Tensor] = {}
+    for (_, keys), segments in by_size.items():
+        q_BSHX = torch.stack([q_SHX[segment.queries] for segment in segments])
+        kv_BTE = torch.stack([kv_TE[segment.keys] for segment in segments])
+        latent_BTR, k_rope_BTP = kv_BTE[..., : spec.rank], kv_BTE[..., spec.rank :]
+        k_nope_BTHN = F.linear(latent_BTR, w_uk).view(len(segments), keys, spec.heads, spec.nope)
+        k_rope_BTHP = k_rope_BTP[:, :, None].expand(-1, -1, spec.heads, -1)
+        value_BTHV = F.linear(latent_BTR, w_uv).view(len(segments), keys, spec.heads, spec.v)
+        out_BHSV = F.scaled_dot_product_attention(
+            q_BSHX.transpose(1, 2),
+            torch.cat([k_nope_BTHN, k_rope_BTHP], dim=-1).transpose(1, 2),
+            value_BTHV.transpose(1, 2),
+            **_causal(segments[0], keys, tokens),
+            scale=spec.softmax_scale,
+        )
+        found |= zip((segment.keys.start for segment in segments), out_BHSV.transpose(1, 2), strict=True)
+    return tokens.by_segment(lambda segment: found[segment.keys.start])
+
+
+def _causal(segment: Segment, keys: int, tokens: Tokens) -> dict[str, Any]:
+    """How ``scaled_dot_product_attention`` is told what the queries of a sequence see, whatever part they are."""
+    if segment.queries.numel() == keys:
+        return {"is_causal": True}
+    own_S = tokens.positions_S[segment.queries]
+    return {"attn_mask": torch.arange(keys, device=own_S.device) <= own_S[:, None]}
 
 
 def _amount(operations: int) -> str:

@@ -10,6 +10,8 @@ keys and values for every head and is what the absorbed one is checked against.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from mla_convert.names import Part
 from mla_convert.runtime import reference
 from mla_convert.runtime.block import Attended, MultiLatentAttention
 from mla_convert.runtime.cache import LatentCache
+from mla_convert.runtime.forms import Form, choose_form, multi_head
 from mla_convert.runtime.numerics import chunks
 from mla_convert.runtime.reference import Projected
 from mla_convert.runtime.tokens import Decoding, Tokens
@@ -27,10 +30,16 @@ __all__ = ["AbsorbedMLA", "Attended", "LatentCache", "StandardMLA"]
 class AbsorbedMLA(MultiLatentAttention):
     """The block with split up-projections: K folded into the query, V behind the softmax, one latent for all heads.
 
-    The attention goes through ``dispatch.Backend``; ``backend(device).explain()`` says what ran.
+    The attention goes through ``dispatch.Backend``; ``backend(device).explain()`` says what ran. Where every token
+    is seen and expanding keys and values costs less, as in most of training and prefill, that is done instead
+    (``forms.choose_form``).
+
+    Attributes:
+        form: "absorbed" never expands keys and values.
     """
 
     layout = "split"
+    form: Literal["auto", "absorbed"] = "auto"
 
     def _attend(
         self,
@@ -40,20 +49,31 @@ class AbsorbedMLA(MultiLatentAttention):
         indices_SK: Tensor | None,
         tokens: Tokens,
     ) -> Tensor:
-        spec = self.spec
-        w_uk_HNR = self.needed(Part.K_B).view(spec.heads, spec.nope, spec.rank)
-        w_uv_HVR = self.needed(Part.V_B).view(spec.heads, spec.v, spec.rank)
+        spec, backend = self.spec, self.backend(q_nope_SHN.device)
+        w_uk, w_uv, kv_TE = self.needed(Part.K_B), self.needed(Part.V_B), kv_TE.to(q_nope_SHN.dtype)
+        form = self._choose(indices_SK, tokens)
+        backend.note_form(form.name, form.reason)
+        if form.name == "multi-head":
+            return multi_head(q_nope_SHN, q_rope_SHP, kv_TE, w_uk, w_uv, spec, tokens)
+        w_uk_HNR, w_uv_HVR = w_uk.view(spec.heads, spec.nope, -1), w_uv.view(spec.heads, spec.v, -1)
         q_SHE = torch.cat([torch.einsum("shn,hnr->shr", q_nope_SHN, w_uk_HNR), q_rope_SHP], dim=-1)
-        kv_TE = kv_TE.to(q_SHE.dtype)
         flat_SK = None if indices_SK is None else tokens.flat(indices_SK)
         if tokens.decoding is not None:
             out_SHR = self._decode(q_SHE, kv_TE, flat_SK, tokens.decoding)
         elif flat_SK is not None:
-            backend = self.backend(q_SHE.device)
             out_SHR, _ = backend.sparse_mla(q_SHE, kv_TE, flat_SK, spec.softmax_scale, d_v=spec.rank)
         else:
             out_SHR = self._dense(q_SHE, kv_TE, tokens)
         return torch.einsum("shr,hvr->shv", out_SHR, w_uv_HVR)
+
+    def _choose(self, indices_SK: Tensor | None, tokens: Tokens) -> Form:
+        if indices_SK is not None:
+            return Form("absorbed sparse", f"{indices_SK.shape[1]} tokens are listed for each query")
+        if tokens.decoding is not None:
+            return Form("absorbed dense", f"{tokens.decoding.count} new tokens a sequence are decoded")
+        if self.form == "absorbed":
+            return Form("absorbed dense", "the absorbed form was asked for")
+        return choose_form(self.spec, tokens)
 
     def _decode(self, q_SHE: Tensor, kv_TE: Tensor, flat_SK: Tensor | None, decoding: Decoding) -> Tensor:
         out_BSHR, _ = self.backend(q_SHE.device).decode_mla(

@@ -43,6 +43,7 @@ from mla_convert.runtime.weights import (
 
 __all__ = [
     "AttentionWeights",
+    "DenseAttention",
     "IndexerWeights",
     "Projected",
     "SelectionAgreement",
@@ -91,6 +92,16 @@ class Projected:
         q_latent = None if self.q_latent_SQ is None else self.q_latent_SQ[rows_S]
         q_nope, q_rope = self.q_nope_SHN[rows_S], self.q_rope_SHP[rows_S]
         return replace(self, q_nope_SHN=q_nope, q_rope_SHP=q_rope, q_latent_SQ=q_latent)
+
+
+class DenseAttention(Protocol):
+    """What ``dense_mla`` and the kernel that can stand in for it look like."""
+
+    def __call__(
+        self, q_SHE: Tensor, kv_TE: Tensor, scale: float, *, rows_S: Tensor, d_v: int
+    ) -> tuple[Tensor, Tensor]:
+        """Attend to all keys up to each query's own: (out [S, H, d_v], lse [S, H])."""
+        ...
 
 
 class SparseAttention(Protocol):
@@ -207,13 +218,15 @@ def absorbed_attention(
     indices: Tensor | None = None,
     rows_S: Tensor | None = None,
     attention: SparseAttention | None = None,
+    dense: DenseAttention | None = None,
 ) -> Tensor:
     """Fold w_uk into the query, attend to the shared latent, then apply w_uv: o [S, H, V].
 
     Args:
         indices: Keys that a query may see [S, K]; those after the query are dropped. None: all up to itself.
-        attention: Stands in for ``sparse_mla``. Without indices it gets the causal list of all keys, [S, T]
-            entries; where it is None too, ``dense_mla`` does that without a list.
+        attention: Stands in for ``sparse_mla``. Without indices and ``dense`` it gets the causal list of all keys,
+            [S, T] entries.
+        dense: Stands in for ``dense_mla``, which needs no list.
     """
     p = projected
     w_uk_HNR = expect("k_b", w_uk, spec.heads * spec.nope, spec.rank).reshape(spec.heads, spec.nope, -1)
@@ -221,8 +234,9 @@ def absorbed_attention(
     q_SHE = torch.cat([torch.einsum("shn,hnr->shr", p.q_nope_SHN, w_uk_HNR), p.q_rope_SHP], dim=-1)
     kv_TE = torch.cat([p.latent_SR, p.k_rope_SP], dim=-1)
     rows_S = _query_rows(p, rows_S)
-    if indices is None and attention is None:
-        out_SHR, _ = dense_mla(q_SHE, kv_TE, spec.softmax_scale, rows_S=rows_S, d_v=spec.rank)
+    if indices is None and (attention is None or dense is not None):
+        run_dense: DenseAttention = dense_mla if dense is None else dense
+        out_SHR, _ = run_dense(q_SHE, kv_TE, spec.softmax_scale, rows_S=rows_S, d_v=spec.rank)
     else:
         if indices is None:
             every_T = torch.arange(kv_TE.shape[0], dtype=torch.int32, device=kv_TE.device)

@@ -21,10 +21,16 @@ MOST_DECODED = 16
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One sequence: the rows of its queries, int64, and where its keys lie."""
+    """One sequence: the rows of its queries, int64, where its keys lie, and the pairs of a query and a key it sees."""
 
     queries: Tensor
     keys: slice
+    pairs: int
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """How many queries and keys."""
+        return self.queries.numel(), self.keys.stop - self.keys.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +162,8 @@ def _tokens(
     segment_S = torch.searchsorted(torch.tensor(starts), keys_S, right=True) - 1
     by_segment = segment_S.argsort(stable=True)
     in_order = bool((by_segment == torch.arange(by_segment.numel())).all())
-    segments = tuple(_segments(by_segment, segment_S.bincount(minlength=len(starts)), starts, ends, device))
+    rows = torch.split(by_segment, segment_S.bincount(minlength=len(starts)).tolist())
+    segments = tuple(_segments(rows, keys_S, starts, ends, device))
     return Tokens(
         keys_S.to(device),
         torch.tensor(starts)[segment_S].to(device),
@@ -168,9 +175,9 @@ def _tokens(
 
 
 def _segments(
-    by_segment: Tensor, counts: Tensor, starts: Sequence[int], ends: Sequence[int], device: torch.device
+    rows: Sequence[Tensor], keys_S: Tensor, starts: Sequence[int], ends: Sequence[int], device: torch.device
 ) -> Iterator[Segment]:
-    parts = torch.split(by_segment, counts.tolist())
-    for part, start, end in zip(parts, starts, ends, strict=True):
+    for part, start, end in zip(rows, starts, ends, strict=True):
         if part.numel():
-            yield Segment(part.to(device), slice(start, end))
+            pairs = int((keys_S[part] - start + 1).sum())
+            yield Segment(part.to(device), slice(start, end), pairs)

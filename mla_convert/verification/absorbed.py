@@ -17,7 +17,7 @@ from torch import Tensor
 from mla_convert.runtime import reference
 from mla_convert.runtime.dispatch import Backend
 from mla_convert.runtime.parallel import context_rows
-from mla_convert.runtime.reference import SparseAttention
+from mla_convert.runtime.reference import DenseAttention
 from mla_convert.runtime.weights import AttentionWeights
 from mla_convert.verification.cases import Case
 from mla_convert.verification.weights import LoadedBlock
@@ -181,7 +181,8 @@ class RankPart:
                 spec,
                 indices=indices,
                 rows_S=rows_S,
-                attention=_attention(self._backend, dense=indices is None),
+                attention=self._backend.sparse_mla,
+                dense=_dense(self._backend, backwards=self.backwards),
             )
             self.output_SD = reference.output_projection(self.head_SHV, weights)
 
@@ -275,12 +276,9 @@ def swapped(loaded: LoadedBlock, pair: tuple[int, int] | None) -> LoadedBlock:
     return replace(loaded, w_uk=by_head.reshape(loaded.w_uk.shape))
 
 
-def _attention(backend: Backend, *, dense: bool) -> SparseAttention | None:
-    """The backend's sparse attention; the reference runs dense attention without a list of all keys."""
-    if dense and backend.name == "reference":
-        backend.ran["dense_mla: reference"] += 1
-        return None
-    return backend.sparse_mla
+def _dense(backend: Backend, *, backwards: bool) -> DenseAttention | None:
+    """Dense attention without a list of all keys, where it has the gradients that are needed."""
+    return None if backwards and backend.name == "tilelang" else backend.dense_mla
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
