@@ -55,6 +55,19 @@ def test_parts_fill_the_gpu() -> None:
     assert all(1 <= _parts(rows, blocks, 132) <= blocks for rows in range(1, 600) for blocks in (1, 2, 7, 32))
 
 
+def test_the_queries_left_over_share_lists() -> None:
+    from mla_convert.runtime.kernels.sparse_mla import _plan
+
+    assert _plan(4096, 1, 32, 132) == (4092, 1, 32)
+    assert _plan(4096, 2, 32, 132) == (4092, 1, 16)
+    assert _plan(4092, 1, 32, 132) == (4092, 1, 1)
+    assert _plan(4096, 1, 8, 132) == (4096, 1, 1), "short lists are no longer than what a launch costs"
+    assert _plan(64, 1, 32, 132)[0] == 64
+    for queries in range(1, 1400):
+        whole, parts, rest_parts = _plan(queries, 2, 32, 132)
+        assert whole == queries or (whole * 2 % 132 == 0 and parts == 1 and rest_parts > 1)
+
+
 def test_indexer_logits() -> None:
     from mla_convert.runtime.kernels.indexer_logits import compile_for
 

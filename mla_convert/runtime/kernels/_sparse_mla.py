@@ -2,14 +2,15 @@
 
 ``lengths`` finds where each list ends, so that no block behind its last valid entry is read. The attention
 programs run as many thread blocks as there are multiprocessors; each takes one item (a query and up to 64 heads)
-after another, with 384 threads: a producer warpgroup gathers 64 listed rows at a time into one of two buffers
-(16-byte cp.async, zero fill for what is not valid), and two consumer warpgroups compute. Each buffer is filled and
-freed in two pieces, the left half of the values and the rest, so that products start on one half while the other
-is still in flight, and the producer is at the next item while the consumers finish one.
+after another, with 384 threads: a producer warpgroup gathers 64 listed rows at a time (16-byte cp.async, zero fill
+for what is not valid), and two consumer warpgroups compute. Rows are handed over and freed in pieces, so that
+products start on one while the next is still in flight, and the producer is at the next item while the consumers
+finish one.
 
 - ``_sparse_mla_few.few_heads`` (up to 32 heads): keys are the M side of each product and heads the N side, so
-  16 heads cost 16 columns rather than 64 rows.
-- ``_sparse_mla_many.many_heads`` (tiles of 64 heads): heads are the M side.
+  16 heads cost 16 columns rather than 64 rows. It has a producer of its own, which feeds two items at a time.
+- ``_sparse_mla_many.many_heads`` (tiles of 64 heads): heads are the M side. ``load_queries``, ``first_indices``
+  and ``gather`` are its producer: two buffers, each in two pieces, the left half of the values and the rest.
 
 Few queries would leave most of the GPU idle. Then an item is a part of a list (the ``split`` programs), and
 ``combine`` merges the parts' float32 results.
@@ -58,12 +59,19 @@ def lengths() -> Any:
             if use_limits != 0:
                 limit = T.min(limit, Limits[row])
             T.fill(last, 0)
-            for step in T.serial(T.ceildiv(limit, threads)):
-                for t in T.Parallel(threads):
-                    entry = T.if_then_else(step * threads + t < limit, Indices[row, step * threads + t], -1)
-                    if (entry >= 0) & (entry < tokens):
-                        last[t] = step * threads + t + 1
+            tail = T.max(limit - threads, 0)
+            for t in T.Parallel(threads):
+                entry = T.if_then_else(tail + t < limit, Indices[row, tail + t], -1)
+                if (entry >= 0) & (entry < tokens):
+                    last[t] = tail + t + 1
             T.reduce_max(last, result, dim=0)
+            if result[0] == 0:  # most lists are full, and their end is all that is read
+                for step in T.serial(T.ceildiv(tail, threads)):
+                    for t in T.Parallel(threads):
+                        entry = Indices[row, step * threads + t]
+                        if (step * threads + t < tail) & (entry >= 0) & (entry < tokens):
+                            last[t] = step * threads + t + 1
+                T.reduce_max(last, result, dim=0)
             Lengths[row] = result[0]
 
     return sparse_mla_lengths

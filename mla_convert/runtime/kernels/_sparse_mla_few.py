@@ -7,130 +7,102 @@ from typing import Any
 import tilelang.language as T  # noqa: N812
 
 from mla_convert.runtime.kernels._common import LN2, LOG2E
-from mla_convert.runtime.kernels._sparse_mla import BLOCK, LOWEST, SLACK, first_indices, gather, load_queries
+from mla_convert.runtime.kernels._sparse_mla import BLOCK, LOWEST, SLACK
+
+SHARED_BYTES = 232448 - 4096  # what a thread block may have, less the small arrays and barriers
+PANEL = 64  # dims of a row that lie together in shared memory: the 128 bytes of a swizzle
+NOTES = 4  # blocks of a consumer that the producer may have described ahead of it
 
 
 def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> Any:
     """Keys on the M side, ``columns`` (8, 16 or 32) heads on the N side: an item is a query and one of ``parts``.
 
-    The consumers walk alternate blocks, each with its own softmax state, output and buffer; nothing passes between
-    them until they merge at the end. A consumer computes S^T = K q^T, takes the exponentials where the product
-    left them, against the maximum it has, and adds V^T P^T to its own [rank, columns] sum. Only if a score exceeds
-    that maximum by ``SLACK`` are the scores turned round through shared memory for a new one.
+    Up to 16 columns, each consumer walks items of its own, and nothing passes between the two: while one is at a
+    softmax or stores a result, the other uses the tensor cores. The queries of two items with 32 columns would
+    leave the keys too little room, so there both work on one item, on alternate blocks, and merge at its end.
+
+    A consumer computes S^T = K q^T, takes the exponentials where the product left them, against the maximum it
+    has, and adds V^T P^T to its own [rank, columns] sum. Only if a score exceeds that maximum by ``SLACK`` are the
+    scores turned round through shared memory for a new one.
+
+    Rows of keys pass through a ring of pieces, each up to three panels of a block, that the producer fills for one
+    consumer and the other in turn. Pieces of one panel keep more copies in flight, but 128 threads arrive for each
+    of them, which cost more (1.46 instead of 1.24 ms for 16 heads).
     """
-    left = -(-rank // 128) * 64
-    right = rank - left
-    queries, tokens, heads, entries, out_rows = T.dynamic("queries, tokens, heads, entries, out_rows")
+    panels = -(-(rank + rope) // PANEL)
+    group = min(3, panels)  # panels of a piece
+    starts = [u * PANEL for u in range(0, panels, group)]
+    pieces = len(starts)
+    widths = [min(group * PANEL, rank + rope - start) for start in starts]
+    values = [max(0, min(group * PANEL, rank - start)) for start in starts]  # dims of a piece that are values
+    summed = [u for u in range(pieces) if values[u] > 0]
+    chunks = rank // PANEL
+    items = 1 if columns == 32 else 2  # that are under way at a time
+    buffers = 1 if columns == 32 else 2  # of probabilities, each consumer's
     stride = BLOCK + 4  # keeps the turn round free of bank conflicts and its rows on 16 bytes
+    fixed = items * columns * panels * PANEL * 2 + 2 * columns * (stride * 4 + buffers * BLOCK * 2)
+    # No more than three blocks' worth, so that NOTES are enough, and two at least: a query is loaded a block late.
+    slots = min((SHARED_BYTES - -(-fixed // 1024) * 1024) // (group * PANEL * BLOCK * 2), 3 * pieces)
+    queries, tokens, heads, entries, out_rows = T.dynamic("queries, tokens, heads, entries, out_rows")
+    each = list(range(pieces))  # a list: TileLang unrolls a loop over it while it traces
 
     # Reductions over keys are written thread by thread. As fragments, TileLang chose a layout for the second
     # consumer that put a barrier inside one warp's branch (a hang), and has no way to fix one for those threads.
-    rows = min(columns, 16)  # rows of S at a time
+    rows = min(columns, 16)  # rows of S^T at a time
     lanes = 128 // rows  # threads of a row, all in one warp
     keys = BLOCK // lanes  # keys of a thread
     passes = columns // rows
 
     @T.macro
-    def consume(
-        g, t, item, count, scale, q_rank, q_rope, kv_rank, kv_rope, turn, p_sh, factor_sh, highest_sh, total_sh,
-        flag_sh, valid, holes, used, q_full, q_free, full, free, score, p, sums, out_left, out_right,
-    ):  # fmt: skip
-        """One consumer's blocks of an item; ``used`` counts the earlier uses of its buffer."""
+    def softmax(g, t, number, scale, turn, p_sh, factor_sh, highest_sh, flag_sh, score, p, sums, outs):
+        """Probabilities of a consumer's block into ``p`` and ``p_sh``; ``number`` counts its blocks."""
         top = T.alloc_var("float32")
         part = T.alloc_var("float32")
-        flag = T.alloc_var("int32")
-        T.fill(out_left, 0)
-        if right > 0:
-            T.fill(out_right, 0)
-        T.fill(sums, 0)
-        # Shared memory is written by all threads, some the same: TileLang may put a barrier of them all before it.
-        highest_sh[g, t % columns] = LOWEST
-        flag_sh[g, t % 2] = 0  # what an earlier thread block left there could look raised
-        T.sync_threads(8 + g, 128)
-        T.barrier_wait(q_full, item & 1)
-        for i in T.serial(T.ceildiv(count - g, 2)):
-            use = used + i
-            T.barrier_wait(full[g * 2], use & 1)
-            T.fence_proxy_async()
-            T.wgmma_gemm(kv_rank[g, :, :left], q_rank[:, :left], score, transpose_B=True, clear_accum=True)
-            T.barrier_wait(full[g * 2 + 1], use & 1)
-            T.fence_proxy_async()
-            if right > 0:
-                T.wgmma_gemm(kv_rank[g, :, left:], q_rank[:, left:], score, transpose_B=True)
-            if rope > 0:
-                T.wgmma_gemm(kv_rope[g, :, :], q_rope, score, transpose_B=True)
-            T.wait_wgmma(0)
-            if 2 * i + g + 2 >= count:
-                T.barrier_arrive(q_free)
-            if holes[g] == 2 * i + g + 1:
-                for j, n in T.Parallel(BLOCK, columns):
-                    score[j, n] = T.if_then_else(valid[g, j] != 0, score[j, n], -T.infinity("float32"))
+        for j, n in T.Parallel(BLOCK, columns):
+            p[j, n] = score[j, n] * scale - highest_sh[g, n]
+        for j, n in T.Parallel(BLOCK, columns):
+            if p[j, n] > SLACK:
+                flag_sh[g, number % 2] = number + 1
+        for j, n in T.Parallel(BLOCK, columns):
+            p[j, n] = T.exp2(p[j, n])
+        if buffers == 1:
+            T.sync_threads(8 + g, 128)  # until every warp's last product has read it
+        for j, n in T.Parallel(BLOCK, columns):
+            p_sh[g * buffers + number % buffers, n, j] = p[j, n]
+        T.fence_proxy_async()
+        T.sync_threads(8 + g, 128)  # every thread's fence comes before any thread's matrix product
+        if flag_sh[g, number % 2] == number + 1:
             for j, n in T.Parallel(BLOCK, columns):
-                p[j, n] = score[j, n] * scale - highest_sh[g, n]
-            for j, n in T.Parallel(BLOCK, columns):
-                if p[j, n] > SLACK:
-                    flag_sh[g, use % 2] = use + 1
-            for j, n in T.Parallel(BLOCK, columns):
-                p[j, n] = T.exp2(p[j, n])
-            for j, n in T.Parallel(BLOCK, columns):
-                p_sh[2 * g + use % 2, n, j] = p[j, n]
-            T.fence_proxy_async()
-            T.sync_threads(8 + g, 128)  # every thread's fence comes before any thread's matrix product
-            flag = flag_sh[g, use % 2]
-            if flag == use + 1:
-                for j, n in T.Parallel(BLOCK, columns):
-                    turn[g, n, j] = score[j, n] * scale
-                T.sync_threads(8 + g, 128)
-                for r in T.unroll(passes):
-                    n = r * rows + t // lanes
-                    part = highest_sh[g, n]
-                    top = part
-                    for k in T.unroll(keys):
-                        top = T.max(top, turn[g, n, t % lanes * keys + k])
-                    for b in T.unroll(lanes.bit_length() - 1):
-                        top = T.max(top, T.shfl_xor(top, 1 << b))
+                turn[g, n, j] = score[j, n] * scale
+            T.sync_threads(8 + g, 128)
+            for r in T.unroll(passes):
+                n = r * rows + t // lanes
+                part = highest_sh[g, n]
+                top = part
+                for k in T.unroll(keys):
+                    top = T.max(top, turn[g, n, t % lanes * keys + k])
+                for b in T.unroll(lanes.bit_length() - 1):
+                    top = T.max(top, T.shfl_xor(top, 1 << b))
+                if t % lanes == 0:
                     factor_sh[g, n] = T.exp2(part - top)
                     highest_sh[g, n] = top
-                T.sync_threads(8 + g, 128)
-                for j, n in T.Parallel(BLOCK, columns):
-                    p[j, n] = T.exp2(score[j, n] * scale - highest_sh[g, n])
-                for j, n in T.Parallel(BLOCK, columns):
-                    p_sh[2 * g + use % 2, n, j] = p[j, n]
-                for j, n in T.Parallel(BLOCK, columns):
-                    sums[j, n] = sums[j, n] * factor_sh[g, n]
-                for d, n in T.Parallel(left, columns):
-                    out_left[d, n] = out_left[d, n] * factor_sh[g, n]
-                if right > 0:
-                    for d, n in T.Parallel(right, columns):
-                        out_right[d, n] = out_right[d, n] * factor_sh[g, n]
-                T.fence_proxy_async()
-                T.sync_threads(8 + g, 128)
-            T.wgmma_gemm(
-                kv_rank[g, :, :left],
-                p_sh[2 * g + use % 2, :, :],
-                out_left,
-                transpose_A=True,
-                transpose_B=True,
-            )
-            if right > 0:
-                T.wgmma_gemm(
-                    kv_rank[g, :, left:],
-                    p_sh[2 * g + use % 2, :, :],
-                    out_right,
-                    transpose_A=True,
-                    transpose_B=True,
-                )
+            T.sync_threads(8 + g, 128)
             for j, n in T.Parallel(BLOCK, columns):
-                sums[j, n] = sums[j, n] + p[j, n]
-            if right > 0:
-                T.wait_wgmma(1)
-            else:
-                T.wait_wgmma(0)
-            T.barrier_arrive(free[g * 2])
-            T.wait_wgmma(0)
-            T.barrier_arrive(free[g * 2 + 1])
-        if count <= g:
-            T.barrier_arrive(q_free)
+                p[j, n] = T.exp2(score[j, n] * scale - highest_sh[g, n])
+            for j, n in T.Parallel(BLOCK, columns):
+                p_sh[g * buffers + number % buffers, n, j] = p[j, n]
+            for j, n in T.Parallel(BLOCK, columns):
+                sums[j, n] = sums[j, n] * factor_sh[g, n]
+            for u in summed:
+                for d, n in T.Parallel(values[u], columns):
+                    outs[u][d, n] = outs[u][d, n] * factor_sh[g, n]
+            T.fence_proxy_async()
+            T.sync_threads(8 + g, 128)
+
+    @T.macro
+    def reduce_sums(g, t, turn, total_sh, sums):
+        """Add up the consumer's probabilities over its threads."""
+        part = T.alloc_var("float32")
         for j, n in T.Parallel(BLOCK, columns):
             turn[g, n, j] = sums[j, n]
         T.sync_threads(8 + g, 128)
@@ -140,27 +112,209 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
                 part = part + turn[g, r * rows + t // lanes, t % lanes * keys + k]
             for b in T.unroll(lanes.bit_length() - 1):
                 part = part + T.shfl_xor(part, 1 << b)
-            total_sh[g, r * rows + t // lanes] = part
-        T.sync_threads(10, 256)
+            if t % lanes == 0:
+                total_sh[g, r * rows + t // lanes] = part
 
     @T.macro
-    def merge(g, own, given, heads, out_row, turn, both_sh, Out):
-        """Give the other consumer its half of this one's sum, 64 dims at a time, and store the own half of both."""
-        for k in T.unroll(left // 64):
-            if k * 64 < (left if g == 1 else right):
-                for d, n in T.Parallel(64, columns):
-                    turn[g, n, d] = given[k * 64 + d, n]
+    def store(g, t, heads, out_row, has_sink, Sink, Out, Lse, turn, factor_sh, highest_sh, total_sh, outs):
+        """Store a consumer's own item, 64 dims at a time."""
+        total = T.alloc_var("float32")
+        T.sync_threads(8 + g, 128)
+        n = t % columns
+        total = total_sh[g, n]
+        if (t < columns) & (t < heads):
+            Lse[out_row, n] = T.if_then_else(
+                total == 0.0, -T.infinity("float32"), (T.log2(total) + highest_sh[g, n]) * LN2
+            )
+            if has_sink != 0:
+                total = T.if_then_else(total == 0.0, 0.0, total + T.exp2(Sink[n] * LOG2E - highest_sh[g, n]))
+        if t < columns:
+            factor_sh[g, n] = T.if_then_else(total == 0.0, 0.0, 1.0 / total)
+        T.sync_threads(8 + g, 128)
+        for c in list(range(chunks)):
+            for d, n in T.Parallel(PANEL, columns):
+                turn[g, n, d] = outs[c // group][c % group * PANEL + d, n] * factor_sh[g, n]
+            T.sync_threads(8 + g, 128)
+            for n, d in T.Parallel(columns, PANEL):
+                if n < heads:
+                    Out[out_row, n, c * PANEL + d] = turn[g, n, d]
+            T.sync_threads(8 + g, 128)
+
+    @T.macro
+    def merge(
+        g, t, heads, out_row, has_sink, Sink, Out, Lse, turn, factor_sh, highest_sh, total_sh, sums, outs
+    ):  # fmt: skip
+        """Store an item that both consumers worked on: one's chunks of 64 dims are the even ones."""
+        top = T.alloc_var("float32")
+        total = T.alloc_var("float32")
+        T.sync_threads(10, 256)
+        n = t % columns
+        top = T.max(highest_sh[0, n], highest_sh[1, n])
+        total = total_sh[0, n] * T.exp2(highest_sh[0, n] - top) + total_sh[1, n] * T.exp2(
+            highest_sh[1, n] - top
+        )
+        if (t < columns) & (t < heads):
+            if g == 0:
+                Lse[out_row, n] = T.if_then_else(
+                    total == 0.0, -T.infinity("float32"), (T.log2(total) + top) * LN2
+                )
+            if has_sink != 0:
+                total = T.if_then_else(total == 0.0, 0.0, total + T.exp2(Sink[n] * LOG2E - top))
+        if t < columns:
+            factor_sh[g, n] = T.if_then_else(total == 0.0, 0.0, T.exp2(highest_sh[g, n] - top) / total)
+        T.sync_threads(8 + g, 128)
+        for c in list(range(0, chunks, 2)):
+            given = c + 1 - g
+            own = c + g
+            if given < chunks:
+                for d, n in T.Parallel(PANEL, columns):
+                    turn[g, n, d] = outs[given // group][given % group * PANEL + d, n] * factor_sh[g, n]
             T.sync_threads(10, 256)
-            if k * 64 < (right if g == 1 else left):
-                for d, n in T.Parallel(64, columns):
-                    turn[1 - g, n, d] = (
-                        own[k * 64 + d, n] * both_sh[g, n] + turn[1 - g, n, d] * both_sh[1 - g, n]
+            if own < chunks:
+                for d, n in T.Parallel(PANEL, columns):
+                    sums[d, n] = (
+                        outs[own // group][own % group * PANEL + d, n] * factor_sh[g, n] + turn[1 - g, n, d]
                     )
+                for d, n in T.Parallel(PANEL, columns):
+                    turn[1 - g, n, d] = sums[d, n]
                 T.sync_threads(8 + g, 128)
-                for n, d in T.Parallel(columns, 64):
+                for n, d in T.Parallel(columns, PANEL):
                     if n < heads:
-                        Out[out_row, n, g * left + k * 64 + d] = turn[1 - g, n, d]
+                        Out[out_row, n, own * PANEL + d] = turn[1 - g, n, d]
             T.sync_threads(10, 256)
+
+    @T.macro
+    def consume(
+        g, t, first_row, out_rows, grid, heads, has_sink, Sink, scale, Out, Lse, q_sh, kv, turn, p_sh, factor_sh,
+        highest_sh, total_sh, flag_sh, note_sh, valid, holes, q_full, q_free, full, free, noted, score, p, sums, outs,
+    ):  # fmt: skip
+        """A consumer's items, one after another; ``number`` counts its blocks."""
+        number = T.alloc_var("int32")
+        first = T.alloc_var("int32")
+        last = T.alloc_var("int32")
+        number = 0
+        flag_sh[g, t % 2] = 0  # what an earlier thread block left there could look raised
+        for w in T.serial(T.ceildiv(out_rows - first_row, items * grid)):
+            for out in outs:
+                T.fill(out, 0)
+            T.fill(sums, 0)
+            highest_sh[g, t % columns] = LOWEST
+            T.sync_threads(8 + g, 128)
+            T.barrier_wait(q_full[g % items], w & 1)
+            last = 0
+            while last == 0:
+                note = g * NOTES + number % NOTES
+                T.barrier_wait(noted[note], number // NOTES & 1)
+                first = T.shfl_sync(note_sh[note], 0)  # the same in a warp, as a product's addresses must be
+                last = first & 1
+                first = first >> 1
+                for u in each:
+                    T.barrier_wait(full[(first + u) % slots], (first + u) // slots & 1)
+                    T.fence_proxy_async()
+                    T.wgmma_gemm(
+                        kv[(first + u) % slots, :, : widths[u]],
+                        q_sh[g % items, :, starts[u] : starts[u] + widths[u]],
+                        score,
+                        transpose_B=True,
+                        clear_accum=u == 0,
+                    )
+                T.wait_wgmma(0)
+                if last != 0 and t % 32 == 0:
+                    T.barrier_arrive(q_free[g % items])
+                if holes[note] == number + 1:
+                    for j, n in T.Parallel(BLOCK, columns):
+                        score[j, n] = T.if_then_else(valid[note, j] != 0, score[j, n], -T.infinity("float32"))
+                softmax(g, t, number, scale, turn, p_sh, factor_sh, highest_sh, flag_sh, score, p, sums, outs)
+                for u in summed:
+                    T.wgmma_gemm(
+                        kv[(first + u) % slots, :, : values[u]],
+                        p_sh[g * buffers + number % buffers, :, :],
+                        outs[u],
+                        transpose_A=True,
+                        transpose_B=True,
+                    )
+                for j, n in T.Parallel(BLOCK, columns):
+                    sums[j, n] = sums[j, n] + p[j, n]
+                for u in each:
+                    T.wait_wgmma(max(0, len(summed) - 1 - u))
+                    if t % 32 == 0:
+                        T.barrier_arrive(free[(first + u) % slots])
+                number = number + 1
+            out_row = first_row + w * items * grid
+            reduce_sums(g, t, turn, total_sh, sums)
+            if items == 2:
+                store(
+                    g, t, heads, out_row, has_sink, Sink, Out, Lse, turn, factor_sh, highest_sh, total_sh, outs
+                )  # fmt: skip
+            else:
+                merge(
+                    g, t, heads, out_row, has_sink, Sink, Out, Lse, turn, factor_sh, highest_sh, total_sh, sums, outs
+                )  # fmt: skip
+
+    @T.macro
+    def enter(s, Lengths, item, row, at, end, length, parts, grid, out_rows):
+        """Producer: the entries [at, end) of an item, whose list's length is known; asks for the next one's."""
+        row[s] = item[s] // parts
+        at[s] = T.min(item[s] % parts * T.ceildiv(T.ceildiv(length[s], BLOCK), parts) * BLOCK, length[s])
+        end[s] = T.min(at[s] + T.ceildiv(T.ceildiv(length[s], BLOCK), parts) * BLOCK, length[s])
+        length[s] = Lengths[T.min(item[s] + items * grid, out_rows - 1) // parts]
+
+    @T.macro
+    def ask(s, Indices, index, item, row, at, end, out_rows, thread):
+        """Producer: the entries of the next block, which the copies of this one give time to arrive."""
+        for r in T.unroll(4):
+            index[4 + s * 4 + r] = -1
+            if (item[s] < out_rows) & (at[s] + r * 16 + thread // 8 < end[s]):
+                index[4 + s * 4 + r] = Indices[row[s], at[s] + r * 16 + thread // 8]
+
+    @T.macro
+    def describe(note, number, place, last, index, tokens, thread, note_sh, valid, holes, noted):
+        """Producer: what a consumer is told of its block: where in the ring it starts, which rows are valid."""
+        if thread == 0:
+            note_sh[note] = place * 2 + last
+        for r in T.unroll(4):
+            if thread % 8 == 0:
+                ok = (index[r] >= 0) & (index[r] < tokens)
+                valid[note, r * 16 + thread // 8] = T.if_then_else(ok, 1, 0)
+                if not ok:
+                    holes[note] = number + 1
+        T.barrier_arrive(noted[note])
+
+    @T.macro
+    def fill(KV, kv, place, index, tokens, thread, full, free):
+        """Producer: copy a block's rows, eight threads a row. A row that is not valid becomes zeros, without a read."""
+        column = thread % 8 * 8
+        for u in each:
+            T.barrier_wait(free[(place + u) % slots], ((place + u) // slots & 1) ^ 1)
+            for r in T.unroll(4):
+                ok = (index[r] >= 0) & (index[r] < tokens)
+                source = T.if_then_else(ok, index[r], 0)
+                for v in list(range(0, widths[u], PANEL)):
+                    if v + column < widths[u]:
+                        T.ptx_cp_async(
+                            T.access_ptr(kv[(place + u) % slots, r * 16 + thread // 8, v + column], "w", 8),
+                            T.access_ptr(KV[source, starts[u] + v + column], "r", 8),
+                            8,
+                            ok,
+                        )
+            T.cp_async_barrier_noinc(full[(place + u) % slots])
+
+    @T.macro
+    def load_queries(s, Q, q_sh, row, heads, thread, q_full):
+        """Producer: copy a query's heads; those that do not exist become zeros."""
+        column = thread % 8 * 8
+        for step in T.unroll(T.ceildiv(columns, 16)):
+            h = step * 16 + thread // 8
+            if h < columns:
+                for u in T.unroll(panels):
+                    if u * PANEL + column < rank + rope:
+                        T.ptx_cp_async(
+                            T.access_ptr(q_sh[s, h, u * PANEL + column], "w", 8),
+                            T.access_ptr(Q[row, T.min(h, heads - 1), u * PANEL + column], "r", 8),
+                            8,
+                            h < heads,
+                        )
+        T.cp_async_barrier_noinc(q_full[s])
 
     @T.prim_func
     def sparse_mla_few_heads(
@@ -176,20 +330,18 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
         Out: T.Tensor([out_rows, heads, rank], "float32" if split else dtype),
         Lse: T.Tensor([out_rows, heads], "float32"),
     ):
-        with T.Kernel(grid, threads=384) as block:
-            q_rank = T.alloc_shared([columns, rank], dtype)
-            q_rope = T.alloc_shared([columns, max(rope, 32)], dtype)
-            kv_rank = T.alloc_shared([2, BLOCK, rank], dtype)
-            kv_rope = T.alloc_shared([2, BLOCK, max(rope, 32)], dtype)
+        with T.Kernel(grid, threads=384) as cta:
+            q_sh = T.alloc_shared([items, columns, panels * PANEL], dtype)
+            kv = T.alloc_shared([slots, BLOCK, group * PANEL], dtype)
             turn = T.alloc_shared([2, columns, stride], "float32")
-            p_sh = T.alloc_shared([4, columns, BLOCK], dtype)
-            valid = T.alloc_shared([2, BLOCK], "int32", scope="shared")
-            holes = T.alloc_shared([2], "int32", scope="shared")
+            p_sh = T.alloc_shared([2 * buffers, columns, BLOCK], dtype)
+            note_sh = T.alloc_shared([2 * NOTES], "int32", scope="shared")
+            valid = T.alloc_shared([2 * NOTES, BLOCK], "int32", scope="shared")
+            holes = T.alloc_shared([2 * NOTES], "int32", scope="shared")
             flag_sh = T.alloc_shared([2, 2], "int32", scope="shared")
             highest_sh = T.alloc_shared([2, columns], "float32", scope="shared")
             factor_sh = T.alloc_shared([2, columns], "float32", scope="shared")
             total_sh = T.alloc_shared([2, columns], "float32", scope="shared")
-            both_sh = T.alloc_shared([2, columns], "float32", scope="shared")
             # Two of each, one a consumer: TileLang lays a fragment out for the threads that use it.
             score0 = T.alloc_fragment([BLOCK, columns], "float32")
             score1 = T.alloc_fragment([BLOCK, columns], "float32")
@@ -197,102 +349,79 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
             p1 = T.alloc_fragment([BLOCK, columns], "float32")
             sums0 = T.alloc_fragment([BLOCK, columns], "float32")
             sums1 = T.alloc_fragment([BLOCK, columns], "float32")
-            left0 = T.alloc_fragment([left, columns], "float32")
-            left1 = T.alloc_fragment([left, columns], "float32")
-            right0 = T.alloc_fragment([max(right, 64), columns], "float32")
-            right1 = T.alloc_fragment([max(right, 64), columns], "float32")
-            top = T.alloc_var("float32")
-            mine = T.alloc_var("float32")
-            other = T.alloc_var("float32")
-            total = T.alloc_var("float32")
-            denominator = T.alloc_var("float32")
-            index = T.alloc_local([8], "int32")
-            used0 = T.alloc_var("int32")
-            used1 = T.alloc_var("int32")
-            out_row = T.alloc_var("int32")
-            row = T.alloc_var("int32")
-            begin = T.alloc_var("int32")
-            end = T.alloc_var("int32")
-            count = T.alloc_var("int32")
-            q_full = T.alloc_barrier([128])
-            q_free = T.alloc_barrier([256])
-            full = T.alloc_barrier([128, 256, 128, 256])
-            free = T.alloc_barrier([128, 128, 128, 128])
+            outs0 = [T.alloc_fragment([values[u], columns], "float32") for u in summed]
+            outs1 = [T.alloc_fragment([values[u], columns], "float32") for u in summed]
+            # The producer's state for each consumer, or for both of them if there is one item at a time.
+            index = T.alloc_local([4 + 4 * items], "int32")  # entries of this block, and of the next ones
+            item = T.alloc_local([items], "int32")
+            row = T.alloc_local([items], "int32")
+            at = T.alloc_local([items], "int32")
+            end = T.alloc_local([items], "int32")
+            length = T.alloc_local([items], "int32")
+            ends = T.alloc_local([items], "int32")  # 1 behind an item's last block, so before one's first
+            loaded = T.alloc_local([items], "int32")
+            number = T.alloc_local([2], "int32")
+            place = T.alloc_var("int32")
+            q_full = T.alloc_barrier([128] * items)
+            q_free = T.alloc_barrier([8 // items] * items)
+            full = T.alloc_barrier([128] * slots)
+            free = T.alloc_barrier([4] * slots)
+            noted = T.alloc_barrier([128] * (2 * NOTES))
 
             thread = T.get_thread_binding()
-            used0 = 0
-            used1 = 0
-            items = T.ceildiv(out_rows - block, grid)
             if thread < 128:
                 T.set_max_nreg(216, 1)
-                for w in T.serial(items):
-                    out_row = block + w * grid
-                    row = out_row // parts
-                    end = Lengths[row]
-                    begin = T.ceildiv(T.ceildiv(end, BLOCK), parts) * BLOCK  # entries of a part
-                    count = T.min(out_row % parts * begin, end)
-                    end = T.min(count + begin, end)
-                    begin = count
-                    count = T.ceildiv(end - begin, BLOCK)
-                    consume(
-                        0, thread, w, count, scale, q_rank, q_rope, kv_rank, kv_rope, turn, p_sh, factor_sh,
-                        highest_sh, total_sh, flag_sh, valid, holes, used0, q_full, q_free, full, free, score0, p0,
-                        sums0, left0, right0,
-                    )  # fmt: skip
-                    used0 = used0 + T.ceildiv(count, 2)
-                    n = thread % columns
-                    top = T.max(highest_sh[0, n], highest_sh[1, n])
-                    mine = T.exp2(highest_sh[0, n] - top)
-                    other = T.exp2(highest_sh[1, n] - top)
-                    total = total_sh[0, n] * mine + total_sh[1, n] * other
-                    denominator = total
-                    if (has_sink != 0) & (n < heads):
-                        denominator = total + T.exp2(Sink[T.min(n, heads - 1)] * LOG2E - top)
-                    both_sh[0, n] = T.if_then_else(total == 0.0, 0.0, mine / denominator)
-                    both_sh[1, n] = T.if_then_else(total == 0.0, 0.0, other / denominator)
-                    if thread < T.min(heads, columns):
-                        Lse[out_row, n] = T.if_then_else(
-                            total == 0.0, -T.infinity("float32"), (T.log2(total) + top) * LN2
-                        )
-                    merge(0, left0, right0, heads, out_row, turn, both_sh, Out)
+                consume(
+                    0, thread, cta, out_rows, grid, heads, has_sink, Sink, scale, Out, Lse, q_sh, kv, turn, p_sh,
+                    factor_sh, highest_sh, total_sh, flag_sh, note_sh, valid, holes, q_full, q_free, full, free,
+                    noted, score0, p0, sums0, outs0,
+                )  # fmt: skip
             elif thread < 256:
                 T.set_max_nreg(216, 1)
-                for w in T.serial(items):
-                    out_row = block + w * grid
-                    row = out_row // parts
-                    end = Lengths[row]
-                    begin = T.ceildiv(T.ceildiv(end, BLOCK), parts) * BLOCK  # entries of a part
-                    count = T.min(out_row % parts * begin, end)
-                    end = T.min(count + begin, end)
-                    begin = count
-                    count = T.ceildiv(end - begin, BLOCK)
-                    consume(
-                        1, thread - 128, w, count, scale, q_rank, q_rope, kv_rank, kv_rope, turn, p_sh, factor_sh,
-                        highest_sh, total_sh, flag_sh, valid, holes, used1, q_full, q_free, full, free, score1, p1,
-                        sums1, left1, right1,
-                    )  # fmt: skip
-                    used1 = used1 + count // 2
-                    merge(1, right1, left1, heads, out_row, turn, both_sh, Out)
+                consume(
+                    1, thread - 128, cta + (items - 1) * grid, out_rows, grid, heads, has_sink, Sink, scale, Out,
+                    Lse, q_sh, kv, turn, p_sh, factor_sh, highest_sh, total_sh, flag_sh, note_sh, valid, holes,
+                    q_full, q_free, full, free, noted, score1, p1, sums1, outs1,
+                )  # fmt: skip
             else:
                 T.set_max_nreg(72, 0)
                 producer = thread - 256
-                for w in T.serial(items):
-                    out_row = block + w * grid
-                    row = out_row // parts
-                    end = Lengths[row]
-                    begin = T.ceildiv(T.ceildiv(end, BLOCK), parts) * BLOCK  # entries of a part
-                    count = T.min(out_row % parts * begin, end)
-                    end = T.min(count + begin, end)
-                    begin = count
-                    count = T.ceildiv(end - begin, BLOCK)
-                    first_indices(Indices, index, row, begin, end, producer)
-                    T.barrier_wait(q_free, (w & 1) ^ 1)
-                    load_queries(Q, q_rank, q_rope, row, 0, heads, producer, q_full, columns, rank, rope)
-                    gather(
-                        KV, Indices, index, kv_rank, kv_rope, valid, holes, row, begin, end, tokens, producer,
-                        full, free, used0, used1, left, rank, rope,
-                    )  # fmt: skip
-                    used0 = used0 + T.ceildiv(count, 2)
-                    used1 = used1 + count // 2
+                place = 0
+                number[0] = 0
+                number[1] = 0
+                for s in list(range(items)):
+                    item[s] = cta + s * grid
+                    ends[s] = 1
+                    loaded[s] = 0
+                    length[s] = Lengths[T.min(item[s], out_rows - 1) // parts]
+                    enter(s, Lengths, item, row, at, end, length, parts, grid, out_rows)
+                    ask(s, Indices, index, item, row, at, end, out_rows, producer)
+                while (item[0] < out_rows) | (item[items - 1] < out_rows):
+                    for g in [0, 1]:
+                        s = g % items
+                        if item[s] < out_rows:
+                            T.barrier_wait(free[place % slots], (place // slots & 1) ^ 1)
+                            for r in T.unroll(4):
+                                index[r] = index[4 + s * 4 + r]
+                            begins = ends[s]
+                            query = row[s]
+                            at[s] = at[s] + BLOCK
+                            # With one item at a time, consumers get the same number of blocks.
+                            ends[s] = T.if_then_else(at[s] + (2 - items) * (1 - g) * BLOCK >= end[s], 1, 0)
+                            describe(
+                                g * NOTES + number[g] % NOTES, number[g], place, ends[s], index, tokens, producer,
+                                note_sh, valid, holes, noted,
+                            )  # fmt: skip
+                            if ends[s] != 0 and (items == 2 or g == 1):
+                                item[s] = item[s] + items * grid
+                                enter(s, Lengths, item, row, at, end, length, parts, grid, out_rows)
+                            ask(s, Indices, index, item, row, at, end, out_rows, producer)
+                            fill(KV, kv, place, index, tokens, producer, full, free)
+                            if begins != 0 and g == s:
+                                T.barrier_wait(q_free[s], (loaded[s] & 1) ^ 1)
+                                load_queries(s, Q, q_sh, query, heads, producer, q_full)
+                                loaded[s] = loaded[s] + 1
+                            place = place + pieces
+                            number[g] = number[g] + 1
 
     return sparse_mla_few_heads
