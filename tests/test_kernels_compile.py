@@ -106,6 +106,8 @@ def test_dense_few_rows(fp8: bool) -> None:
     instructions(kernel, "64, 16, 16, true", "cp_async_gs_conditional<16>")
     if fp8:
         instructions(kernel, "__tl_cvt_fp8x2_to_float2", "warpgroup_reg_alloc<184>")
+    else:
+        instructions(kernel, "tl::tma_load(KV_desc")
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -114,6 +116,7 @@ def test_dense_many_rows(fp8: bool) -> None:
 
     kernel = compile_for(64, 512, 64, torch.bfloat16, fp8)
     instructions(kernel, "wgmma_rs<", "64, 256, 16", "cp_async_gs_conditional<16>")
+    assert ("tl::tma_load(KV_desc" in kernel.get_kernel_source()) == (not fp8)
 
 
 @pytest.mark.parametrize("slots", [False, True])

@@ -74,7 +74,7 @@ def dense_mla(
 
     Returns:
         out [S, H, d_v] in q's dtype and the natural log-sum-exp [S, H] float32. A query that sees nothing gives 0
-        and -inf. Tokens that no query of the call sees may be NaN.
+        and -inf. Tokens before all spans or behind all of them may be NaN; in a gap between spans they must be finite.
 
     Raises:
         CannotError: A size, dtype or scale that the kernels do not take; ``unsupported`` says which.
