@@ -90,10 +90,9 @@ def loss_and_gradients(columns: int, width: int, dtype: str, slots: bool) -> Any
     ):
         """Start the copy of block ``step``, for whose place all threads are done, and look up the one behind."""
         if step < steps:
-            gather(
-                K, index, k_sh, listed, full, step, row * entries + step % count * BLOCK, tokens, thread,
-            )  # fmt: skip
-            fetch(Indices, index, row, (step + 1) % count, length, thread)
+            block = T.if_then_else(step < count, step, step - count)
+            gather(K, index, k_sh, listed, full, step, row * entries + block * BLOCK, tokens, thread)
+            fetch(Indices, index, row, T.if_then_else(block + 1 < count, block + 1, 0), length, thread)
 
     @T.macro
     def multiply(k_sh, q_sh, full, step, score):
@@ -165,6 +164,8 @@ def loss_and_gradients(columns: int, width: int, dtype: str, slots: bool) -> Any
             dw = T.alloc_local([held], "float32")
             sums = T.alloc_local([1], "float32")
             part = T.alloc_local([3], "float32")
+            logits = T.alloc_local([2], "float32")
+            targets = T.alloc_local([2], "float32")
             d_logits = T.alloc_local([2], "float32")
             length = T.alloc_var("int32")
             count = T.alloc_var("int32")
@@ -194,7 +195,6 @@ def loss_and_gradients(columns: int, width: int, dtype: str, slots: bool) -> Any
                 h = c // 2 * 8 + thread % 4 * 2 + c % 2
                 weights[c] = T.if_then_else(h < heads, Weights[row, T.min(h, heads - 1)], 0.0)
                 dw[c] = 0.0
-            T.fill(dq, 0)
             T.barrier_wait(q_full[0], 0)
             top = LOWEST
             if count > 0:
@@ -255,6 +255,7 @@ def loss_and_gradients(columns: int, width: int, dtype: str, slots: bool) -> Any
                 )
 
             if wanted != 0:
+                T.fill(dq, 0)
                 for i in T.serial(count):
                     T.sync_threads()
                     advance(
@@ -262,13 +263,14 @@ def loss_and_gradients(columns: int, width: int, dtype: str, slots: bool) -> Any
                         entries, tokens, thread,
                     )  # fmt: skip
                     for r in T.unroll(2):
-                        d_logits[r] = 0.0
+                        logits[r] = -T.infinity("float32")
+                        targets[r] = 0.0
                         if i * BLOCK + place + r * 8 < length:
-                            d_logits[r] = (
-                                T.exp2((Logits[row, i * BLOCK + place + r * 8] - top) * LOG2E) * norm
-                                - Target[row, i * BLOCK + place + r * 8] * share
-                            )
+                            logits[r] = Logits[row, i * BLOCK + place + r * 8]
+                            targets[r] = Target[row, i * BLOCK + place + r * 8]
                     multiply(k_sh, q_sh, full, count + i, score)
+                    for r in T.unroll(2):
+                        d_logits[r] = T.exp2((logits[r] - top) * LOG2E) * norm - targets[r] * share
                     T.call_extern(
                         "handle",
                         f"score_gradients<{columns}>",

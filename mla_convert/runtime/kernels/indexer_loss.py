@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mla_convert.errors import CannotError
-from mla_convert.runtime.kernels._common import DTYPES, as_int32, compiled, launchable, launcher
+from mla_convert.runtime.kernels._common import DTYPES, as_int32, compiled, launchable, launcher, require
 from mla_convert.runtime.kernels._indexer_loss import loss_and_gradients as loss_program
 from mla_convert.runtime.kernels._indexer_loss_target import target as target_program
 from mla_convert.runtime.kernels.sparse_mla import lengths_kernel
@@ -63,17 +63,32 @@ def loss_and_gradients(
 
     Raises:
         CannotError: A size or dtype that the kernels do not take; ``unsupported`` says which.
+        ValueError: Shapes that contradict each other.
     """
+    (queries, index_heads, dim), tokens, device = q_SIJ.shape, k_TJ.shape[0], q_SIJ.device
+    heads, main_width = q_SHE.shape[1:]
+    for name, tensor, shape in (
+        ("k", k_TJ, (tokens, dim)),
+        ("weights", weights_SI, (queries, index_heads)),
+        ("the attention's q", q_SHE, (queries, heads, main_width)),
+        ("the attention's kv", kv_TE, (tokens, main_width)),
+        ("indices", indices_SK, (queries, *(() if indices_SK is None else indices_SK.shape[1:]))),
+        ("topk_length", topk_length, (queries,)),
+        ("starts", starts, (queries,)),
+        ("ends", ends, (queries,)),
+        ("lse", lse_SH, (queries, heads)),
+    ):
+        fits = tensor is None or (tuple(tensor.shape) == shape and tensor.device == device)
+        require(fits, f"{name}: expected {list(shape)} on {device}")
     if reason := unsupported(q_SIJ, q_SHE):
         raise CannotError(f"The indexer's loss cannot run by kernels: {reason}.")
-    (queries, index_heads, dim), tokens, device = q_SIJ.shape, k_TJ.shape[0], q_SIJ.device
-    tiles, width, slots = -(-q_SHE.shape[1] // TILE), _index_width(dim), deterministic and wanted
-    q_SIJ, k_TJ = (launchable(pad(x, (0, width - dim))) for x in (q_SIJ, k_TJ))
-    q_SHE, kv_TE = (launchable(pad(x, (0, -x.shape[-1] % 64))) for x in (q_SHE, kv_TE))
+    tiles, width, slots = -(-heads // TILE), _index_width(dim), deterministic and wanted
+    q_SIJ, k_TJ = (launchable(pad(x.to(q_SIJ.dtype), (0, width - dim))) for x in (q_SIJ, k_TJ))
+    q_SHE, kv_TE = (launchable(pad(x.to(q_SHE.dtype), (0, -main_width % 64))) for x in (q_SHE, kv_TE))
     weights_SI = launchable(weights_SI.to(torch.float32))
     has_lse = lse_SH is not None
     if lse_SH is None:
-        lse_SH = weights_SI.new_empty(queries, q_SHE.shape[1])
+        lse_SH = weights_SI.new_empty(queries, heads)
     lse_SH = launchable(lse_SH.to(torch.float32))
     loss_S = torch.zeros(queries, dtype=torch.float32, device=device)
     counted = torch.zeros((), dtype=torch.int64, device=device)
@@ -86,7 +101,7 @@ def loss_and_gradients(
         lists = _given(indices_SK, topk_length)
         entries = indices_SK.shape[1]
     step = max(1, WORKSPACE_BYTES // max(1, 4 * entries * max(tiles + 3, width if slots else 0)))
-    targets = _entry("target", q_SHE.shape[1], q_SHE.shape[2], q_SHE.dtype)
+    targets = _entry("target", heads, q_SHE.shape[2], q_SHE.dtype)
     losses = _entry("loss", index_heads, width, q_SIJ.dtype, slots)
     with torch.cuda.device(device):
         for first in range(0, queries if tokens and entries else 0, step):
