@@ -74,7 +74,7 @@ def run(inputs: Case, *, kernels: bool, **options: Any) -> tuple[Tensor, tuple[T
     return loss.detach(), torch.autograd.grad(loss, index)
 
 
-def check(inputs: Case, **options: Any) -> tuple[Tensor, ...]:
+def check(inputs: Case, *, row_cosine: float = 20 * COSINE, **options: Any) -> tuple[Tensor, ...]:
     loss, gradients = run(inputs, kernels=True, **options)
     want, wanted = run(inputs, kernels=False, **options)
     assert abs(float(loss - want)) <= LOSS * abs(float(want)), f"loss {float(loss)}, expected {float(want)}"
@@ -89,7 +89,7 @@ def check(inputs: Case, **options: Any) -> tuple[Tensor, ...]:
         rows = got.square().sum(-1) + expected.square().sum(-1)
         kept = expected.square().sum(-1) > 1e-6 * expected.square().sum(-1).max()
         by_row = (1 - 2 * (got * expected).sum(-1) / rows.clamp_min(1e-30))[kept]
-        assert float(by_row.max()) < 20 * COSINE, f"a row's 1 - cosine is {float(by_row.max()):.1e}"
+        assert float(by_row.max()) < row_cosine, f"a row's 1 - cosine is {float(by_row.max()):.1e}"
     return gradients
 
 
@@ -199,7 +199,8 @@ def test_only_the_loss_and_nothing_to_see() -> None:
 
 def test_float16_and_dispatch() -> None:
     inputs = case(dtype=torch.float16, heads=16, index_heads=32)
-    check(inputs, indices=lists(37, 700, 130))
+    # The gradients of many scores are below 6e-5, where float16 has fewer bits.
+    check(inputs, indices=lists(37, 700, 130), row_cosine=2e-3)
     index, q, kv, scale = case()
     backend = resolve_backend("auto", "cuda")
     for convert in (lambda x: x, lambda x: x.float()):

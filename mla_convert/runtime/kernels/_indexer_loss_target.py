@@ -152,14 +152,16 @@ def target(columns: int, width: int, dtype: str) -> Any:
                     )
                 lse2[c] = T.if_then_else(total[c] == 0.0, NOTHING, peak[c] + T.log2(total[c]))
             used = mine
-        for c in T.unroll(held):
-            head = tile * columns + c // 2 * 8 + t % 4 * 2 + c % 2
-            if head >= heads:
-                lse2[c] = NOTHING
-            elif has_lse != 0:
+        if has_lse != 0:
+            for c in T.unroll(held):
+                head = T.min(tile * columns + c // 2 * 8 + t % 4 * 2 + c % 2, heads - 1)
                 lse2[c] = T.if_then_else(
                     Lse[row, head] == -T.infinity("float32"), NOTHING, Lse[row, head] * LOG2E
                 )
+        # A loop of its own: where one has an elif on has_lse, TileLang 0.1.15 takes that out and loses the first case.
+        for c in T.unroll(held):
+            if tile * columns + c // 2 * 8 + t % 4 * 2 + c % 2 >= heads:
+                lse2[c] = NOTHING
         for i in T.serial(mine):
             entry = (2 * i + g) * BLOCK + place + t % 2 * 8
             low = -1
