@@ -82,9 +82,10 @@ def loss_and_gradients(
         require(fits, f"{name}: expected {list(shape)} on {device}")
     if reason := unsupported(q_SIJ, q_SHE):
         raise CannotError(f"The indexer's loss cannot run by kernels: {reason}.")
-    tiles, width, slots = -(-heads // TILE), _index_width(dim), deterministic and wanted
+    tiles, slots = -(-heads // TILE), deterministic and wanted
+    width, padded = native(dim, main_width)
     q_SIJ, k_TJ = (launchable(pad(x.to(q_SIJ.dtype), (0, width - dim))) for x in (q_SIJ, k_TJ))
-    q_SHE, kv_TE = (launchable(pad(x.to(q_SHE.dtype), (0, -main_width % 64))) for x in (q_SHE, kv_TE))
+    q_SHE, kv_TE = (launchable(pad(x.to(q_SHE.dtype), (0, padded - main_width))) for x in (q_SHE, kv_TE))
     weights_SI = launchable(weights_SI.to(torch.float32))
     has_lse = lse_SH is not None
     if lse_SH is None:
@@ -101,7 +102,7 @@ def loss_and_gradients(
         lists = _given(indices_SK, topk_length)
         entries = indices_SK.shape[1]
     step = max(1, WORKSPACE_BYTES // max(1, 4 * entries * max(tiles + 3, width if slots else 0)))
-    targets = _entry("target", heads, q_SHE.shape[2], q_SHE.dtype)
+    targets = _entry("target", heads, padded, q_SHE.dtype)
     losses = _entry("loss", index_heads, width, q_SIJ.dtype, slots)
     with torch.cuda.device(device):
         for first in range(0, queries if tokens and entries else 0, step):
@@ -218,5 +219,6 @@ def compile_for(heads: int, width: int, dtype: torch.dtype, slots: bool = False)
     )
 
 
-def _index_width(dim: int) -> int:
-    return 64 if dim <= 64 else 128
+def native(index_dim: int, main_width: int) -> tuple[int, int]:
+    """The sizes that the kernels run for these dims of the indexer and of the attention."""
+    return (64 if index_dim <= 64 else 128), -(-main_width // 64) * 64
