@@ -215,6 +215,18 @@ def test_loss_over_selected_keys(deterministic: bool, elements: int, monkeypatch
         check_loss(options, entries)
 
 
+def test_loss_with_the_log_sum_exp_given() -> None:
+    q, kv, indices = attention_case()
+    index = index_case()
+    lse = reference.sparse_mla(q, kv, indices, SCALE, d_v=R)[1]
+    given, computed = (indexer_loss(*index, q, kv, SCALE, indices=indices, lse=x) for x in (lse, None))
+    torch.testing.assert_close(given, computed, rtol=1e-13, atol=0)
+    ends = torch.tensor([0, 1, 5, 12, 20, 25, 20])
+    lse = reference.dense_mla(q, kv, SCALE, ends=ends, d_v=R)[1]
+    given, computed = (indexer_loss(*index, q, kv, SCALE, ends=ends, lse=x) for x in (lse, None))
+    torch.testing.assert_close(given, computed, rtol=1e-13, atol=0)
+
+
 def test_loss_gradcheck_and_no_gradient_to_the_attention() -> None:
     q, kv, indices = attention_case()
     index = index_case()

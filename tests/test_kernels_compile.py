@@ -68,10 +68,28 @@ def test_the_queries_left_over_share_lists() -> None:
         assert whole == queries or (whole * 2 % 132 == 0 and parts == 1 and rest_parts > 1)
 
 
-def test_indexer_logits() -> None:
+@pytest.mark.parametrize("heads", [32, 64])
+def test_indexer_logits(heads: int) -> None:
     from mla_convert.runtime.kernels.indexer_logits import compile_for
 
-    instructions(compile_for(64, 128, torch.bfloat16), "64, 128, 16", "cp_async_gs_conditional<16>")
+    kernel = compile_for(heads, 128, torch.bfloat16)
+    instructions(kernel, "64, 128, 16", "cp_async_gs_conditional<16>", f"head_sums<{heads}, 128>")
+
+
+def test_indexer_loss_target() -> None:
+    from mla_convert.runtime.kernels.indexer_loss import target_kernel
+
+    kernel = target_kernel(128, 576, torch.bfloat16)
+    instructions(kernel, "64, 64, 16", "cp_async_gs_conditional<16>", "collect<64>", "sum_probabilities<64>")
+
+
+@pytest.mark.parametrize("slots", [False, True])
+def test_indexer_loss(slots: bool) -> None:
+    from mla_convert.runtime.kernels.indexer_loss import compile_for
+
+    kernel = compile_for(64, 128, torch.bfloat16, slots)
+    adds = "mla_scatter<false>" if slots else "mla_scatter<true>"
+    instructions(kernel, "wgmma_ss<", "wgmma_rs<", "cp_async_gs_conditional<16>", adds)
 
 
 def test_a_barrier_in_a_divergent_branch_is_found() -> None:

@@ -372,6 +372,7 @@ def test_indexer_every_size(heads: int, dim: int) -> None:
 def test_indexer_odd_heads_and_dims(heads: int) -> None:
     run_indexer(*indexer_case(50, 200, heads, 128))
     run_indexer(*indexer_case(50, 200, heads, 20))
+    run_indexer(*indexer_case(1, 700, heads, 128))
 
 
 @pytest.mark.parametrize("heads", [4, 64])

@@ -26,6 +26,7 @@ from mla_convert.runtime.kernels import (
     _common,
     dense_mla,
     indexer_logits,
+    indexer_loss,
     sparse_mla,
     sparse_mla_backward,
     topk,
@@ -57,7 +58,7 @@ def compiled_keys(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, **options: 
     def record(key: Any, build: Any, **configs: Any) -> None:
         keys.add(key)
 
-    for module in (dense_mla, indexer_logits, sparse_mla, sparse_mla_backward, topk):
+    for module in (dense_mla, indexer_logits, indexer_loss, sparse_mla, sparse_mla_backward, topk):
         monkeypatch.setattr(module, "compiled", record)
 
     def build_here(wanted: Any, workers: Any, progress: Any) -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 Shapes are those of the sparse forward. FLOP count five products of 576 or 512 dims a valid entry and head,
 2 * (3 * 576 + 2 * 512). Errors are those of the gradients of the first 64 queries alone (of the loss: the last 64). The
-loss has 64 indexer heads of 128 dims and 64 heads of attention; no rate is given, and its products are torch's.
+loss has 64 indexer heads of 128 dims and 64 heads of attention, and FLOP count one product of the attention and four of
+the indexer a key that a query sees. Over selected keys the log-sum-exp of the attention is given; over all it is not,
+and the kernel multiplies twice. Its torch is the same function by torch's products, a chunk of queries at a time.
 """
 
 from __future__ import annotations
@@ -48,9 +50,10 @@ def cases() -> Iterator[Case]:
         yield sparse(f"{heads} heads, causal lists", heads=heads, causal=True)
         yield sparse(f"{heads} heads, top-k 512", heads=heads, topk=512)
     yield sparse("64 heads, 512 queries", heads=64, queries=512)
-    for selected in (True, False):
+    for selected, deterministic in ((True, False), (True, True), (False, False)):
         over = f"top-k {TOPK}" if selected else f"all keys of {LOSS_QUERIES}, causal"
-        yield Case(f"indexer loss with gradients, {over}", partial(loss_row, selected=selected))
+        name = f"indexer loss with gradients, {over}" + (", deterministic" if deterministic else "")
+        yield Case(name, partial(loss_row, selected=selected, deterministic=deterministic))
 
 
 def torch_backward(
@@ -115,8 +118,9 @@ def sparse_row(
     )
 
 
-def loss_row(*, selected: bool) -> Measurement:
+def loss_row(*, selected: bool, deterministic: bool) -> Measurement:
     from mla_convert.runtime.indexer_loss import indexer_loss
+    from mla_convert.runtime.kernels.sparse_mla import sparse_mla
 
     queries, tokens = LOSS_QUERIES, TOKENS if selected else LOSS_QUERIES
     q = torch.randn(queries, LOSS_HEADS, WIDTH, dtype=torch.bfloat16, device="cuda")
@@ -124,20 +128,34 @@ def loss_row(*, selected: bool) -> Measurement:
     index_q = torch.randn(queries, INDEXER_HEADS, INDEXER_DIM, dtype=torch.bfloat16, device="cuda")
     index_k = torch.randn(tokens, INDEXER_DIM, dtype=torch.bfloat16, device="cuda")
     weights = torch.randn(queries, INDEXER_HEADS, device="cuda") * (INDEXER_HEADS * INDEXER_DIM) ** -0.5
-    indices = lists(queries, TOPK, causal=False) if selected else None
-    ends = None if selected else torch.arange(1, tokens + 1, dtype=torch.int32, device="cuda")
+    limits: dict[str, Tensor] = {"ends": torch.arange(1, tokens + 1, dtype=torch.int32, device="cuda")}
+    if selected:
+        indices = lists(queries, TOPK, causal=False)
+        limits = {"indices": indices, "lse": sparse_mla(q, kv, indices, SCALE, d_v=RANK)[1]}
 
-    def run(rows: slice, *index: Tensor) -> tuple[Tensor, ...]:
+    def run(rows: slice, *index: Tensor, kernels: bool) -> tuple[Tensor, ...]:
         inputs = [x.detach().requires_grad_() for x in (index[0][rows], index[1], index[2][rows])]
         main = [x.to(inputs[0].dtype) for x in (q[rows], kv)]
-        limits = {"ends": None if ends is None else ends[rows]}
-        if indices is not None:
-            limits["indices"] = indices[rows]
-        loss = indexer_loss(*inputs, *main, SCALE, reduction="sum", **limits)
+        options = {name: limit[rows] for name, limit in limits.items()}
+        loss = indexer_loss(
+            *inputs, *main, SCALE, reduction="sum", deterministic=deterministic, kernels=kernels, **options
+        )
         return torch.autograd.grad(loss, inputs)
 
     index = (index_q, index_k, weights)
-    ms = median_ms(lambda: run(slice(None), *index), seconds=0)
-    some = slice(queries - SAMPLE, queries)
-    got, want = run(some, *index), run(some, *(x.double() for x in index))
-    return Measurement(ms, {"dq": cosine_error(got[0], want[0]), "dk": cosine_error(got[1], want[1])})
+    wide = [x.double() for x in index]
+    everything, some = slice(None), slice(queries - SAMPLE, queries)
+    ms = median_ms(lambda: run(everything, *index, kernels=True))
+    torch_ms = median_ms(lambda: run(everything, *index, kernels=False), seconds=0)
+    want = run(some, *wide, kernels=False)
+
+    def errors(got: tuple[Tensor, ...]) -> dict[str, float]:
+        return {what: cosine_error(g, w) for what, g, w in zip(("dq", "dk", "dw"), got, want, strict=True)}
+
+    pairs = queries * TOPK if selected else queries * (queries + 1) // 2
+    return Measurement(
+        ms,
+        errors(run(some, *index, kernels=True)),
+        flop=2 * (LOSS_HEADS * WIDTH + 4 * INDEXER_HEADS * INDEXER_DIM) * pairs,
+        baselines={"torch": Baseline(torch_ms, max(errors(run(some, *index, kernels=False)).values()))},
+    )

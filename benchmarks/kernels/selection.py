@@ -1,9 +1,9 @@
 """Rows of the indexer: its logits, top-k 2048 and the two together, beside plain torch.
 
-64 heads of 128 dims. FLOP count the keys inside the ranges; FP8 is set against the bf16 product, too. The bytes of
-top-k are those of reading each logit once. Rows of up to 256 queries replay a captured call. Logits are random and
-normal, unless said; "causal" has ranges, of which all are read. The error of top-k is the share of keys that a stable
-sort does not choose; of "logits and top-k", the share of a float64 selection's keys that are missing.
+64 heads of 128 dims, unless said. FLOP count the keys inside the ranges; FP8 is set against the bf16 product, too. The
+bytes of top-k are those of reading each logit once. Rows of up to 256 queries replay a captured call. Logits are random
+and normal, unless said; "causal" has ranges, of which all are read. The error of top-k is the share of keys that a
+stable sort does not choose; of "logits and top-k", the share of a float64 selection's keys that are missing.
 """
 
 from __future__ import annotations
@@ -43,6 +43,9 @@ def cases() -> Iterator[Case]:
             goals = LOGITS_GOALS if keys == 32768 and not fp8 else ()
             name = f"indexer logits, {'fp8' if fp8 else 'bf16'}, {keys} x {keys} causal"
             yield Case(name, partial(logits_row, keys, keys, fp8), goals)
+    for heads in (32, 16):
+        name = f"indexer logits, bf16, {heads} heads, 32768 x 32768 causal"
+        yield Case(name, partial(logits_row, 32768, 32768, False, heads))
     yield Case("indexer logits, bf16, 1 x 131072", partial(logits_row, 1, 131072, False))
     for queries, keys in ((4096, 32768), (4096, 131072), (64, 32768), (128, 131072), (1, 32768), (1, 131072)):
         measure = partial(topk_row, queries, keys, "normal")
@@ -59,15 +62,17 @@ def wrapped(queries: int, call: Callable[[], object]) -> Callable[[], object]:
     return in_graph(call) if queries <= GRAPH_QUERIES else call
 
 
-def indexer_inputs(queries: int, keys: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q = torch.randn(queries, INDEXER_HEADS, INDEXER_DIM, dtype=torch.bfloat16, device="cuda")
+def indexer_inputs(
+    queries: int, keys: int, heads: int = INDEXER_HEADS
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q = torch.randn(queries, heads, INDEXER_DIM, dtype=torch.bfloat16, device="cuda")
     k = torch.randn(keys, INDEXER_DIM, dtype=torch.bfloat16, device="cuda")
     ends = torch.arange(keys - queries + 1, keys + 1, dtype=torch.int32, device="cuda")
-    return q, k, torch.randn(queries, INDEXER_HEADS, device="cuda"), ends
+    return q, k, torch.randn(queries, heads, device="cuda"), ends
 
 
-def indexer_flop(ends: Tensor) -> int:
-    return 2 * INDEXER_HEADS * INDEXER_DIM * int(ends.long().sum())
+def indexer_flop(ends: Tensor, heads: int = INDEXER_HEADS) -> int:
+    return 2 * heads * INDEXER_DIM * int(ends.long().sum())
 
 
 def torch_indexer(q: Tensor, k: Tensor, weights: Tensor, ends: Tensor, chunk: int = 512) -> Tensor:
@@ -82,12 +87,12 @@ def torch_indexer(q: Tensor, k: Tensor, weights: Tensor, ends: Tensor, chunk: in
     return logits
 
 
-def logits_row(queries: int, keys: int, fp8: bool) -> Measurement:
+def logits_row(queries: int, keys: int, fp8: bool, heads: int = INDEXER_HEADS) -> Measurement:
     """The error is to float64 from the same inputs, for FP8 the quantised ones; torch's is from bf16 alone."""
     from mla_convert.runtime import reference
     from mla_convert.runtime.kernels.indexer_logits import indexer_logits
 
-    q, k, weights, ends = indexer_inputs(queries, keys)
+    q, k, weights, ends = indexer_inputs(queries, keys, heads)
     some = sampled(queries)
 
     def error(got: Tensor, want: Tensor) -> float:
@@ -112,7 +117,7 @@ def logits_row(queries: int, keys: int, fp8: bool) -> Measurement:
         wide["q_scale"] = wide["q_scale"][some]
     want = reference.indexer_logits(q[some].double(), k.double(), weights[some], ends=ends[some], **wide)
     got = indexer_logits(q, k, weights, ends=ends, **options)[some]
-    return Measurement(ms, {"logits": error(got, want)}, flop=indexer_flop(ends), baselines=baselines)
+    return Measurement(ms, {"logits": error(got, want)}, flop=indexer_flop(ends, heads), baselines=baselines)
 
 
 def topk_row(queries: int, keys: int, kind: str) -> Measurement:

@@ -248,6 +248,28 @@ class Backend:
 
         return reference.indexer_select(q_SIJ, k_TJ, weights_SI, topk, **options)
 
+    def indexer_loss(
+        self,
+        q_SIJ: Tensor,
+        k_TJ: Tensor,
+        weights_SI: Tensor,
+        q_SHE: Tensor,
+        kv_TE: Tensor,
+        scale: float,
+        **options: Any,
+    ) -> Tensor:
+        """``indexer_loss.indexer_loss``, whose options these are, computed by its kernels where they take the call."""
+        from mla_convert.runtime.indexer_loss import indexer_loss
+
+        runs = False
+        if self.name == "tilelang":
+            from mla_convert.runtime.kernels import indexer_loss as kernels
+
+            runs = self._kernel_runs("indexer_loss", kernels.unsupported(q_SIJ, q_SHE))
+        else:
+            self.ran["indexer_loss: reference"] += 1
+        return indexer_loss(q_SIJ, k_TJ, weights_SI, q_SHE, kv_TE, scale, kernels=runs, **options)
+
     def explain(self) -> str:
         """One sentence on the choice, then one on each kind of call and each form so far."""
         lines = [f"{self.device} uses {self.name}: {self.reason}."]

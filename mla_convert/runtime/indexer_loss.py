@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -36,9 +36,11 @@ def indexer_loss(
     topk_length: Tensor | None = None,
     starts: Tensor | None = None,
     ends: Tensor | None = None,
+    lse: Tensor | None = None,
     reduction: Reduction = "mean",
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     deterministic: bool | None = None,
+    kernels: bool = False,
 ) -> Tensor:
     """KL(main attention || indexer) of each query, reduced; gradients go to q_SIJ, k_TJ and weights_SI alone.
 
@@ -53,29 +55,74 @@ def indexer_loss(
             ``sparse_mla``: entry j counts if 0 <= index < T and j < topk_length. None: over all keys.
         starts, ends: Without indices, the first key of each query and the one after its last, int [S]. Causal
             attention of a whole sequence has ends = 1…S. None: from 0, or to T.
+        lse: [S, H], natural log-sum-exp of the main attention's scores over the same keys, as ``sparse_mla`` returns
+            it. None: computed, at the cost of another product of q and kv.
         reduction: "mean" over the queries that see a key, or "sum".
         sum_over_ranks: Given the probabilities of this process's heads, summed [queries, C], returns the sum over
             all heads: an all-reduce where heads are spread over ranks. It is called in the same order on each.
         deterministic: Whether two runs on a GPU give equal bits; None: what
             ``torch.are_deterministic_algorithms_enabled`` says.
+        kernels: Compute with those of ``kernels.indexer_loss``, which takes what its ``unsupported`` lets pass,
+            instead of torch.
 
     Returns:
         The loss, a scalar in float32 (float64 for float64). A query that sees no key adds nothing.
     """
-    problem = _Problem(
-        q_SHE.detach(),
-        (kv_TE.squeeze(1) if kv_TE.ndim == 3 else kv_TE).detach(),
-        scale,
-        None if indices is None else indices.flatten(1),
-        topk_length,
-        starts,
-        ends,
-        reduction,
-        sum_over_ranks,
-        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-    )
-    loss: Tensor = _IndexerLoss.apply(q_SIJ, k_TJ, weights_SI, problem)  # type: ignore[no-untyped-call]
+    run: LossAndGradients = loss_and_gradients
+    if kernels:
+        from mla_convert.runtime.kernels import indexer_loss as kernel
+
+        run = kernel.loss_and_gradients
+
+    def compute(q_SIJ: Tensor, k_TJ: Tensor, weights_SI: Tensor, wanted: bool) -> Results:
+        return run(
+            q_SIJ,
+            k_TJ,
+            weights_SI,
+            q_SHE.detach(),
+            (kv_TE.squeeze(1) if kv_TE.ndim == 3 else kv_TE).detach(),
+            scale,
+            indices_SK=None if indices is None else indices.flatten(1),
+            topk_length=topk_length,
+            starts=starts,
+            ends=ends,
+            lse_SH=None if lse is None else lse.detach(),
+            sum_over_ranks=sum_over_ranks,
+            deterministic=torch.are_deterministic_algorithms_enabled()
+            if deterministic is None
+            else deterministic,
+            wanted=wanted,
+        )
+
+    loss: Tensor = _IndexerLoss.apply(q_SIJ, k_TJ, weights_SI, compute, reduction)  # type: ignore[no-untyped-call]
     return loss
+
+
+Results = tuple[Tensor, Tensor, tuple[Tensor, ...]]
+"""The sum over queries, how many queries see a key, and gradients of the sum for q, k and weights (or none)."""
+
+
+class LossAndGradients(Protocol):
+    """``loss_and_gradients`` or ``kernels.indexer_loss.loss_and_gradients``."""
+
+    def __call__(
+        self,
+        q_SIJ: Tensor,
+        k_TJ: Tensor,
+        weights_SI: Tensor,
+        q_SHE: Tensor,
+        kv_TE: Tensor,
+        scale: float,
+        *,
+        indices_SK: Tensor | None,
+        topk_length: Tensor | None,
+        starts: Tensor | None,
+        ends: Tensor | None,
+        lse_SH: Tensor | None,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None,
+        deterministic: bool,
+        wanted: bool,
+    ) -> Results: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +136,7 @@ class _Problem:
     topk_length: Tensor | None
     starts: Tensor | None
     ends: Tensor | None
-    reduction: Reduction
+    lse_SH: Tensor | None
     sum_over_ranks: Callable[[Tensor], Tensor] | None
     deterministic: bool
 
@@ -111,10 +158,16 @@ class _Chunk:
 
 class _IndexerLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_SIJ: Tensor, k_TJ: Tensor, weights_SI: Tensor, problem: _Problem) -> Tensor:
-        loss, share, gradients = _loss_and_gradients(
-            q_SIJ, k_TJ, weights_SI, problem, any(ctx.needs_input_grad)
-        )
+    def forward(
+        ctx: Any,
+        q_SIJ: Tensor,
+        k_TJ: Tensor,
+        weights_SI: Tensor,
+        compute: Callable[[Tensor, Tensor, Tensor, bool], Results],
+        reduction: Reduction,
+    ) -> Tensor:
+        loss, counted, gradients = compute(q_SIJ, k_TJ, weights_SI, any(ctx.needs_input_grad))
+        share = (1 / counted.clamp(min=1) if reduction == "mean" else torch.ones_like(counted)).to(loss.dtype)
         ctx.save_for_backward(share, *gradients)
         ctx.dtypes = q_SIJ.dtype, k_TJ.dtype, weights_SI.dtype
         return loss * share
@@ -127,13 +180,39 @@ class _IndexerLoss(torch.autograd.Function):
         scaled = (
             (gradient * factor).to(dtype) for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
-        return *scaled, None
+        return *scaled, None, None
 
 
-def _loss_and_gradients(
-    q_SIJ: Tensor, k_TJ: Tensor, weights_SI: Tensor, problem: _Problem, wanted: bool
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """The sum over queries, what the reduction multiplies it by, and gradients of the sum if ``wanted``."""
+def loss_and_gradients(
+    q_SIJ: Tensor,
+    k_TJ: Tensor,
+    weights_SI: Tensor,
+    q_SHE: Tensor,
+    kv_TE: Tensor,
+    scale: float,
+    *,
+    indices_SK: Tensor | None,
+    topk_length: Tensor | None,
+    starts: Tensor | None,
+    ends: Tensor | None,
+    lse_SH: Tensor | None,
+    sum_over_ranks: Callable[[Tensor], Tensor] | None,
+    deterministic: bool,
+    wanted: bool,
+) -> Results:
+    """The loss of ``indexer_loss`` before its reduction, some queries at a time, and gradients if ``wanted``."""
+    problem = _Problem(
+        q_SHE,
+        kv_TE,
+        scale,
+        indices_SK,
+        topk_length,
+        starts,
+        ends,
+        lse_SH,
+        sum_over_ranks,
+        deterministic,
+    )
     dtype, device = compute_dtype(q_SIJ.dtype), q_SIJ.device
     loss = torch.zeros((), dtype=dtype, device=device)
     counted = torch.zeros((), dtype=dtype, device=device)
@@ -160,8 +239,7 @@ def _loss_and_gradients(
             del scores_SIC
             dq_SIJ[rows] = _product(d_scores_SIC, keys, dtype).to(dq_SIJ.dtype)
             _add_key_gradients(dk_TJ, d_scores_SIC, q_SIJ[rows], chunk, dtype, problem.deterministic)
-    share = 1 / counted.clamp(min=1) if problem.reduction == "mean" else torch.ones_like(counted)
-    return loss, share, (dq_SIJ, dk_TJ, dw_SI) if wanted else ()
+    return loss, counted, (dq_SIJ, dk_TJ, dw_SI) if wanted else ()
 
 
 def _chunks(problem: _Problem, index_heads: int, index_dim: int) -> Iterator[_Chunk]:
@@ -198,7 +276,11 @@ def _target(chunk: _Chunk, problem: _Problem, dtype: torch.dtype) -> Tensor:
     scores_SHC = _scores(problem.q_SHE[chunk.rows], chunk.take(problem.kv_TE), dtype) * problem.scale
     unseen_SC = ~chunk.valid_SC
     scores_SHC = scores_SHC.masked_fill_(unseen_SC[:, None], torch.finfo(dtype).min)
-    total_SC = scores_SHC.softmax(-1).sum(1).masked_fill(unseen_SC, 0)
+    if problem.lse_SH is None:
+        p_SHC = scores_SHC.softmax(-1)
+    else:
+        p_SHC = (scores_SHC - problem.lse_SH[chunk.rows, :, None].to(dtype)).exp_()
+    total_SC = p_SHC.sum(1).masked_fill(unseen_SC, 0)
     if problem.sum_over_ranks is not None:
         total_SC = problem.sum_over_ranks(total_SC)
     return total_SC / total_SC.sum(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)

@@ -7,9 +7,11 @@
 - ``indexer_logits``: scores of every key for every query, from which the lists are chosen.
 - ``topk``: the keys with the highest scores.
 - ``indexer_select``: the two together, without the scores of all queries at once.
+- ``indexer_loss``: the loss that trains an indexer, with its gradients.
 
 Each public function has a reference of the same name and signature in ``mla_convert.runtime.reference`` (that of
-``decode_mla`` in ``mla_convert.runtime.decode``, of gradients in ``mla_convert.runtime.backward``), and
-``mla_convert.runtime.dispatch`` picks between the two. Importing a kernel module imports torch and TileLang and
-needs no GPU; a kernel is compiled when it is first called, or by its module's ``compile_for``.
+``decode_mla`` in ``mla_convert.runtime.decode``, of gradients in ``mla_convert.runtime.backward``, of
+``indexer_loss`` in ``mla_convert.runtime.indexer_loss``), and ``mla_convert.runtime.dispatch`` picks between the two.
+Importing a kernel module imports torch and TileLang and needs no GPU; a kernel is compiled when it is first called,
+or by its module's ``compile_for``.
 """

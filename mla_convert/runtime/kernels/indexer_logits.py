@@ -27,6 +27,7 @@ from mla_convert.runtime.kernels._common import (
     pad_features,
     require,
 )
+from mla_convert.runtime.kernels._sparse_mla_backward import accumulator_place
 
 COLUMNS = 128  # heads times queries of one consumer
 BLOCK = 64  # keys a step: what one warpgroup's matrix instruction takes on its M side
@@ -34,12 +35,47 @@ MAX_HEADS = 128
 MAX_DIM = 128
 TAKES = DTYPES | {torch.float8_e4m3fn: "float8_e4m3fn"}
 
-# Not fmaxf(x, 0): that would turn a NaN into 0.
-RELU = """
+# Not fmaxf(x, 0) for the relu: that would turn a NaN into 0. A thread of a wgmma accumulator has columns
+# 8 i + 2 (lane % 4) and the one behind, of two rows eight apart. Four lanes have a row, and each ends with other sums
+# of theirs: every exchange leaves half as many, of row lane % 2 and, after the second, of every other query.
+HEAD_SUMS = """
 static __device__ __forceinline__ float relu_that_keeps_nan(float x) {
   float y;
   asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// sums[m] = sum over the kSlots columns of query 2 m + lane / 2 % 2 of weight * relu(x).
+template <int kSlots, int kColumns>
+static __device__ __forceinline__ void head_sums(float* sums, float* acc, const float* weights) {
+  constexpr int kQueries = kColumns / kSlots, kPairs = kSlots / 8;
+  const int lane = threadIdx.x & 31;
+  float row[kQueries];
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+#pragma unroll
+  for (int q = 0; q < kQueries; ++q) {
+    float low = 0, high = 0;
+#pragma unroll
+    for (int i = q * kPairs; i < (q + 1) * kPairs; ++i) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        low = fmaf(relu_that_keeps_nan(acc[i * 4 + k]), weights[i * 2 + k], low);
+        high = fmaf(relu_that_keeps_nan(acc[i * 4 + 2 + k]), weights[i * 2 + k], high);
+      }
+    }
+    const float other = __shfl_xor_sync(0xffffffffu, lane & 1 ? low : high, 1);
+    row[q] = (lane & 1 ? high : low) + other;
+  }
+  if constexpr (kQueries == 1) {
+    sums[0] = row[0] + __shfl_xor_sync(0xffffffffu, row[0], 2);
+  } else {
+#pragma unroll
+    for (int q = 0; q < kQueries; q += 2) {
+      const float other = __shfl_xor_sync(0xffffffffu, lane & 2 ? row[q] : row[q + 1], 2);
+      sums[q / 2] = (lane & 2 ? row[q + 1] : row[q]) + other;
+    }
+  }
 }
 """
 
@@ -117,12 +153,8 @@ def launch(
     share = queries > COLUMNS // _slots(heads)
     span, spans = _spans(queries, heads, keys)
     with torch.cuda.device(q_SIJ.device):
-        # Scales inside the kernel only where TileLang finds a layout soon, as in ``_slots``.
-        scaled = k_scale is not None and _slots(heads) == 64
-        kernel = compile_for(heads, padded, q_SIJ.dtype, share=share, scaled=scaled)
+        kernel = compile_for(heads, padded, q_SIJ.dtype, share=share, scaled=k_scale is not None)
         kernel(q_SIJ, k_TJ, weights_SI, scale_T, first_S, last_S, span, spans, int(fill), logits_ST)
-        if k_scale is not None and not scaled:
-            logits_ST.mul_(scale_T)
 
 
 def unsupported(q_SIJ: Tensor) -> str | None:
@@ -149,12 +181,8 @@ def compile_for(heads: int, dim: int, dtype: torch.dtype, *, share: bool = True,
 
 
 def _slots(heads: int) -> int:
-    """Columns for the heads of one query: a power of two that divides ``COLUMNS``.
-
-    Not 32: TileLang 0.1.15 looks for the layout of that program for many minutes, so half of the columns stay empty.
-    """
-    slots = max(8, 1 << (heads - 1).bit_length())
-    return 64 if slots == 32 else slots
+    """Columns for the heads of one query: a power of two that divides ``COLUMNS``."""
+    return max(8, 1 << (heads - 1).bit_length())
 
 
 def _spans(queries: int, heads: int, keys: int) -> tuple[int, int]:
@@ -201,6 +229,7 @@ def check(
 def _program(slots: int, dim: int, dtype: str, share: bool, scaled: bool) -> Any:
     """``slots`` heads of a query side by side (those that do not exist are zero), ``COLUMNS // slots`` queries."""
     group = COLUMNS // slots
+    held = max(1, group // 2)  # sums of a thread: see HEAD_SUMS
     together = 2 * group if share else group
     width = 32 if dim <= 32 else 64 if dim <= 64 else 128
     unit = 16 if dtype == "float8_e4m3fn" else 8  # elements of one 16-byte copy
@@ -222,36 +251,48 @@ def _program(slots: int, dim: int, dtype: str, share: bool, scaled: bool) -> Any
 
     @T.macro
     def reduce(
-        Logits, scale_sh, start_sh, end_sh, score, weights, logits, first, offset, begin, step, steps, queries, keys,
+        Logits, scale_sh, score, weights, starts, ends, sums, query, row, begin, step, steps, queries, keys,
     ):  # fmt: skip
-        by_head = T.reshape(score, (BLOCK, group, slots))
-        for j, q, h in T.Parallel(BLOCK, group, slots):
-            by_head[j, q, h] = (
-                T.call_extern("float32", "relu_that_keeps_nan", by_head[j, q, h]) * weights[q, h]
-            )
-        T.reduce_sum(by_head, logits, dim=2)
-        key = (begin + step) * BLOCK
-        for j, q in T.Parallel(BLOCK, group):
-            if (first + offset + q < queries) & (key + j < keys) & (step < steps):
-                Logits[first + offset + q, key + j] = T.if_then_else(
-                    (key + j >= start_sh[offset + q]) & (key + j < end_sh[offset + q]),
-                    logits[j, q] * scale_sh[step % (2 * stages), j] if scaled else logits[j, q],
-                    -T.infinity("float32"),
-                )
+        T.call_extern(
+            "handle",
+            f"head_sums<{slots}, {COLUMNS}>",
+            T.access_ptr(sums[0], "w", held),
+            T.access_ptr(score[0, 0], "rw", BLOCK * COLUMNS // 128),
+            T.access_ptr(weights[0], "r", COLUMNS // 4),
+        )
+        key = (begin + step) * BLOCK + row
+        if (key < keys) & (step < steps):
+            for m in T.unroll(held):
+                if query + 2 * m < queries:
+                    Logits[query + 2 * m, key] = T.if_then_else(
+                        (key >= starts[m]) & (key < ends[m]),
+                        sums[m] * scale_sh[step % (2 * stages), row] if scaled else sums[m],
+                        -T.infinity("float32"),
+                    )
 
     @T.macro
     def consume(
-        g, Logits, Weights, q_sh, k_sh, scale_sh, start_sh, end_sh, q_full, full, free, even, odd, weights, logits,
-        first, begin, steps, pairs, queries, keys, heads,
+        g, t, Logits, Weights, q_sh, k_sh, scale_sh, start_sh, end_sh, q_full, full, free, even, odd, first, begin,
+        steps, pairs, queries, keys, heads,
     ):  # fmt: skip
+        """Thread ``t`` of consumer ``g``; its columns of the product and its share of the sums: ``HEAD_SUMS``."""
+        weights = T.alloc_local([COLUMNS // 4], "float32")
+        sums = T.alloc_local([held], "float32")
+        starts = T.alloc_local([held], "int32")
+        ends = T.alloc_local([held], "int32")
         offset = g * group if share else 0
         column = g * COLUMNS if share else 0
-        for q, h in T.Parallel(group, slots):
-            weights[q, h] = T.if_then_else(
-                (first + offset + q < queries) & (h < heads),
-                Weights[T.min(first + offset + q, queries - 1), T.min(h, heads - 1)],
-                0.0,
+        for i in T.unroll(COLUMNS // 4):
+            q = first + offset + (i // 2 * 8) // slots
+            h = (i // 2 * 8) % slots + t % 4 * 2 + i % 2
+            weights[i] = T.if_then_else(
+                (q < queries) & (h < heads), Weights[T.min(q, queries - 1), T.min(h, heads - 1)], 0.0
             )
+        row = t // 32 * 16 + t % 2 * 8 + t % 32 // 4
+        mine = offset + t // 2 % 2 if group > 1 else offset
+        for m in T.unroll(held):
+            starts[m] = start_sh[mine + 2 * m]
+            ends[m] = end_sh[mine + 2 * m]
         T.barrier_wait(q_full, 0)
         # Nothing is in flight from one round to the next: ptxas would serialise the products.
         for pair in T.serial(pairs):
@@ -261,13 +302,13 @@ def _program(slots: int, dim: int, dtype: str, share: bool, scaled: bool) -> Any
             T.wait_wgmma(1)
             T.barrier_arrive(free[step % stages])
             reduce(
-                Logits, scale_sh, start_sh, end_sh, even, weights, logits, first, offset, begin, step, steps, queries,
+                Logits, scale_sh, even, weights, starts, ends, sums, first + mine, row, begin, step, steps, queries,
                 keys,
             )  # fmt: skip
             T.wait_wgmma(0)
             T.barrier_arrive(free[(step + stride) % stages])
             reduce(
-                Logits, scale_sh, start_sh, end_sh, odd, weights, logits, first, offset, begin, step + stride, steps,
+                Logits, scale_sh, odd, weights, starts, ends, sums, first + mine, row, begin, step + stride, steps,
                 queries, keys,
             )  # fmt: skip
 
@@ -284,21 +325,24 @@ def _program(slots: int, dim: int, dtype: str, share: bool, scaled: bool) -> Any
         fill: T.int32,
         Logits: T.Tensor([queries, keys], "float32"),
     ):
-        with T.Kernel(T.ceildiv(queries, together), spans, threads=384, prelude=RELU) as (block, part):
+        with T.Kernel(T.ceildiv(queries, together), spans, threads=384, prelude=HEAD_SUMS) as (block, part):
             q_sh = T.alloc_shared([together * slots, width], dtype)
             k_sh = T.alloc_shared([stages, BLOCK, width], dtype)
             # Read after a block of keys is given back, so it must outlive one more use of the block's place.
             scale_sh = T.alloc_shared([2 * stages, BLOCK], "float32", scope="shared")
             start_sh = T.alloc_shared([together], "int32", scope="shared")
             end_sh = T.alloc_shared([together], "int32", scope="shared")
-            weights0 = T.alloc_fragment([group, slots], "float32")
-            weights1 = T.alloc_fragment([group, slots], "float32")
             even0 = T.alloc_fragment([BLOCK, COLUMNS], "float32")
             even1 = T.alloc_fragment([BLOCK, COLUMNS], "float32")
             odd0 = T.alloc_fragment([BLOCK, COLUMNS], "float32")
             odd1 = T.alloc_fragment([BLOCK, COLUMNS], "float32")
-            logits0 = T.alloc_fragment([BLOCK, group], "float32")
-            logits1 = T.alloc_fragment([BLOCK, group], "float32")
+            # TileLang cannot tell from a call to its own C++ how a fragment lies: as wgmma leaves it.
+            T.annotate_layout(
+                {
+                    acc: T.Fragment(acc.shape, forward_fn=accumulator_place)
+                    for acc in (even0, even1, odd0, odd1)
+                }
+            )
             lowest = T.alloc_var("int32")
             highest = T.alloc_var("int32")
             first = T.alloc_var("int32")
@@ -335,14 +379,14 @@ def _program(slots: int, dim: int, dtype: str, share: bool, scaled: bool) -> Any
             if thread < 128:
                 T.set_max_nreg(232, 1)
                 consume(
-                    0, Logits, Weights, q_sh, k_sh, scale_sh, start_sh, end_sh, q_full, full, free, even0, odd0,
-                    weights0, logits0, first, begin, steps, pairs, queries, keys, heads,
+                    0, thread - 0, Logits, Weights, q_sh, k_sh, scale_sh, start_sh, end_sh, q_full, full,
+                    free, even0, odd0, first, begin, steps, pairs, queries, keys, heads,
                 )  # fmt: skip
             elif thread < 256:
                 T.set_max_nreg(232, 1)
                 consume(
-                    1, Logits, Weights, q_sh, k_sh, scale_sh, start_sh, end_sh, q_full, full, free, even1, odd1,
-                    weights1, logits1, first, begin, steps, pairs, queries, keys, heads,
+                    1, thread - 128, Logits, Weights, q_sh, k_sh, scale_sh, start_sh, end_sh, q_full, full,
+                    free, even1, odd1, first, begin, steps, pairs, queries, keys, heads,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(40, 0)

@@ -15,7 +15,14 @@ import torch
 
 from mla_convert.errors import CannotError
 from mla_convert.runtime import kv_cache
-from mla_convert.runtime.kernels import dense_mla, indexer_logits, sparse_mla, sparse_mla_backward, topk
+from mla_convert.runtime.kernels import (
+    dense_mla,
+    indexer_logits,
+    indexer_loss,
+    sparse_mla,
+    sparse_mla_backward,
+    topk,
+)
 from mla_convert.runtime.spec import AttentionSpec
 
 
@@ -28,7 +35,7 @@ class Variant:
 
 
 def variants(spec: AttentionSpec, dtype: torch.dtype) -> tuple[Variant, ...]:
-    """The kernels of a block: prefill, decode, selection and, for sparse attention, gradients.
+    """The kernels of a block: prefill, decode, selection and, for sparse attention, gradients and the indexer's loss.
 
     Args:
         spec: The block as one rank runs it: ``AttentionSpec.shard`` gives it.
@@ -43,6 +50,7 @@ def variants(spec: AttentionSpec, dtype: torch.dtype) -> tuple[Variant, ...]:
     found = [*_sparse(spec, dtype), *_dense(spec, dtype), *_backward(spec, dtype)]
     if spec.indexer is not None:
         found += _selection(spec.indexer.heads, spec.indexer.dim, dtype)
+        found += _loss(spec, spec.indexer.heads, spec.indexer.dim, dtype)
     return tuple(found)
 
 
@@ -92,3 +100,18 @@ def _selection(heads: int, dim: int, dtype: torch.dtype) -> Iterator[Variant]:
         yield Variant(name, partial(indexer_logits.compile_for, heads, padded, dtype, share=share))
     for kind in ("whole", "few", "part", "merge"):
         yield Variant(f"top-k: {kind}", partial(topk.compile_for, kind))
+
+
+def _loss(spec: AttentionSpec, heads: int, dim: int, dtype: torch.dtype) -> Iterator[Variant]:
+    q_SIJ = torch.empty(1, heads, dim, dtype=dtype, device="meta")
+    q_SHE = torch.empty(1, spec.heads, spec.kv_dim, dtype=dtype, device="meta")
+    if indexer_loss.unsupported(q_SIJ, q_SHE):
+        return
+    width, main_width = indexer_loss.native(dim, spec.kv_dim)
+    target = partial(indexer_loss.target_kernel, spec.heads, main_width, dtype)
+    yield Variant(f"indexer loss: target of {spec.heads} heads, {main_width} dims", target)
+    for slots in (False, True):
+        name = f"indexer loss: {heads} heads, {width} dims" + (", deterministic" if slots else "")
+        yield Variant(name, partial(indexer_loss.compile_for, heads, width, dtype, slots))
+    sums = partial(sparse_mla_backward.sum_kernel, width, 1)
+    yield Variant(f"indexer loss: deterministic sums, {width} dims", sums)
