@@ -255,12 +255,9 @@ def test_ctrl_c_before_and_after_the_files(tmp_path: Path, expected: dict[str, b
 def test_ctrl_c_while_planning(tmp_path: Path) -> None:
     """Before there is anything to keep, the message still says how to run it again."""
     write_checkpoint(tmp_path / "my model")
-    script = SLOW.replace("main()\n", "api.plan_split = None\nmain()\n").replace(
-        "import sys", "import sys, os, signal"
-    )
-    script = script.replace("api.plan_split = None", PLANNING)
+    script = SLOW.replace("main()\n", PLANNING + "main()\n").replace("import sys", "import sys, os, signal")
     words = [sys.executable, "-c", script, "patient", str(tmp_path), "split", "my model", "-o", "it's\nout"]
-    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr == (
         "error: interrupted\nhint: run it again: mla-convert split 'my model' -o $'it\\x27s\\x0aout'\n"
@@ -268,6 +265,6 @@ def test_ctrl_c_while_planning(tmp_path: Path) -> None:
 
 
 PLANNING = """
-from mla_convert import api
-api.plan_split = lambda *_: os.kill(os.getpid(), signal.SIGINT) or time.sleep(60)
+from mla_convert import sources
+sources.plan_split = lambda *_: os.kill(os.getpid(), signal.SIGINT) or time.sleep(60)
 """

@@ -41,7 +41,7 @@ def test_folders_that_cannot_be_pushed(hub: FakeHub, client: Client, output: Pat
     (tmp_path / "plain").mkdir()
     error = refused(4, tmp_path / "plain")
     assert "has no mla-convert.json, so it is not known which files are meant\n" in error
-    assert "hint: push the output of mla-convert split or combine" in error
+    assert "hint: push an output of mla-convert; for other folders there is hf upload" in error
     assert "has no mla-convert.json" in refused(4, output / "model-1.safetensors")
     for repo in ("justaname", "a/b/c", "tester/ x", "hf://tester/x", ""):
         assert "is no repository id\nhint: it looks like USER/NAME" in refused(2, output, repo)
@@ -232,7 +232,7 @@ def test_a_disk_that_cannot_be_read(hub: FakeHub, output: Path) -> None:
     """At the first reading, and while it is uploaded."""
     script = """
 import errno, os, sys
-from mla_convert import filling, hub, push
+from mla_convert import filling, push
 from mla_convert.cli import main
 def broken(*_, **__): raise OSError(errno.EIO, os.strerror(errno.EIO), "model-1.safetensors")
 if sys.argv.pop(1) == "first":
