@@ -13,8 +13,8 @@ one at the end), and ``combine`` merges them: at most one item for each cut.
 
 The cache is rows in pages: token p of a request is row ``table[request, p // page] * page + p % page``. A
 contiguous cache is one page a request, and the list of a query that sees chosen tokens only is a table of pages of
-one token. Where no block crosses a page, whole blocks are fetched by TMA; elsewhere, and at the end of a span, row by
-row. Three warpgroups as in ``_sparse_mla``: one fetches blocks into two buffers, two compute.
+one token. Tiles of 64 rows fetch whole blocks by TMA where none crosses a page; otherwise, and at the end of a span,
+rows are fetched one by one. Three warpgroups as in ``_sparse_mla``: one fetches blocks into two buffers, two compute.
 
 Shapes: B requests, S queries of a request, H heads, E = rank + rope, N = B·S·H rows.
 """

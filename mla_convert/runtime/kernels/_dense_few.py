@@ -8,12 +8,10 @@ import tilelang.language as T  # noqa: N812
 
 from mla_convert.runtime.kernels._common import LN2, LOG2E
 from mla_convert.runtime.kernels._dense import (
-    AHEAD,
     BEGIN,
     BLOCK,
     COUNT,
     END,
-    FETCHING,
     FP8_ROW,
     LOWEST,
     PLAN_COLUMNS,
@@ -27,9 +25,7 @@ from mla_convert.runtime.kernels._dense import (
     TURN,
     WHOLE,
     ask,
-    ask_pages,
     fetch,
-    fetch_blocks,
     fetch_fp8,
     load_queries,
     turn_at,
@@ -103,9 +99,7 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
             if (holes[g] == 2 * i + g + 1) | (first < turn[SEEN_BEGIN]) | (first + BLOCK > turn[SEEN_END]):
                 for j, n in T.Parallel(BLOCK, columns):
                     score[j, n] = T.if_then_else(
-                        ((holes[g] != 2 * i + g + 1) | (valid[g, j] != 0))
-                        & (first + j >= bounds_sh[0, n])
-                        & (first + j < bounds_sh[1, n]),
+                        (valid[g, j] != 0) & (first + j >= bounds_sh[0, n]) & (first + j < bounds_sh[1, n]),
                         score[j, n],
                         -T.infinity("float32"),
                     )
@@ -266,7 +260,6 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
             denominator = T.alloc_var("float32")
             entry = T.alloc_local([4], "int32")
             source = T.alloc_local([4], "int32")
-            ahead = T.alloc_local([AHEAD], "int32")
             here = T.alloc_local([4], "int32")
             raw = T.alloc_local([256 if fp8 else 16], kv_type)
             factor = T.alloc_local([16], "float32")
@@ -281,9 +274,7 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
             full = T.alloc_barrier([128, 256, 128, 256])
             free = T.alloc_barrier([128, 128, 128, 128])
 
-            T.import_source(FETCHING)
             thread = T.get_thread_binding()
-            blocks = (paged == 0) | (T.truncmod(page, BLOCK) == 0)  # no block crosses a page
             rows_each = T.truncdiv(rows, requests)
             used0 = 0
             used1 = 0
@@ -334,10 +325,7 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
                 producer = thread - 256
                 for w in T.serial(last - first + 1):
                     turn_at(Plan, turn, first + w, block, lanes, share, items_each, rows_each, columns)
-                    if not fp8 and blocks:
-                        ask_pages(Table, paged, ahead, turn[REQUEST], page, turn[BEGIN], turn[END])
-                    else:
-                        ask(Table, paged, entry, turn[REQUEST], page, turn[BEGIN], turn[END], producer)
+                    ask(Table, paged, entry, turn[REQUEST], page, turn[BEGIN], turn[END], producer)
                     T.barrier_wait(q_free, (w & 1) ^ 1)
                     load_queries(
                         Q, Plan, items + shares + 1, q_rank, q_rope, bounds_sh, turn[ROW], turn[ROWS_END], heads,
@@ -348,12 +336,6 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
                             KV, Scales, Rope, Table, paged, entry, source, here, raw, factor, kv_rank, kv_rope, valid,
                             holes, turn[REQUEST], page, T.truncdiv(tokens, page), turn[BEGIN], turn[END], producer,
                             full, free, used0, used1, columns <= 16,
-                        )  # fmt: skip
-                    elif blocks:
-                        fetch_blocks(
-                            KV, Table, paged, ahead, source, kv_rank, kv_rope, valid, holes, turn[REQUEST], page,
-                            T.truncdiv(tokens, page), turn[BEGIN], turn[END], producer, full, free, used0, used1,
-                            left, rank, rope, T.truncmod(block, lanes), lanes,
                         )  # fmt: skip
                     else:
                         fetch(

@@ -35,7 +35,8 @@ def decode_mla(
     Nothing waits for the device or depends on a length on the host, so calls can be captured in a graph. The S·H
     rows of a request share the reading of its cache; with ``indices``, the H rows of a token share that of its list.
     Scores, softmax and sums are float32; probabilities, and values of FP8 rows, are rounded to q's dtype before a
-    product. Two runs give equal bits; the last bits depend on what else a call holds. It carries no gradient.
+    product. Two runs give equal bits, but where up to 32 rows do not fill a tile (8, 16 or 32) the last bit may differ;
+    last bits also depend on what else a call holds. It carries no gradient.
 
     bfloat16 or float16 queries, any number of heads and tokens, pages of any size. The cache must be packed (it is
     copied if not), and FP8 rows need bfloat16 queries.
