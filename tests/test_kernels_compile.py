@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 
 import pytest
@@ -133,10 +132,6 @@ def test_dense_many_rows(fp8: bool) -> None:
 
     kernel = compile_for(64, 512, 64, torch.bfloat16, fp8)
     instructions(kernel, "wgmma_rs<", "64, 256, 16", "cp_async_gs_conditional<16>")
-    source = kernel.get_kernel_source()
-    assert ("tl::tma_load(KV_desc" in source) == (not fp8)
-    numbers = set(re.findall(r"__sync_thread_partial\((\d+), 128\)", source))
-    assert numbers == {"8", "9"}, "each warpgroup has a barrier of its own, and TileLang has added none"
 
 
 @pytest.mark.parametrize("slots", [False, True])

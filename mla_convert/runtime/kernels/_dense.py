@@ -13,8 +13,7 @@ one at the end), and ``combine`` merges them: at most one item for each cut.
 
 The cache is rows in pages: token p of a request is row ``table[request, p // page] * page + p % page``. A
 contiguous cache is one page a request, and the list of a query that sees chosen tokens only is a table of pages of
-one token. Tiles of 64 rows fetch whole blocks by TMA where none crosses a page; otherwise, and at the end of a span,
-rows are fetched one by one. Three warpgroups as in ``_sparse_mla``: one fetches blocks into two buffers, two compute.
+one token. Three warpgroups as in ``_sparse_mla``: one fetches blocks into two buffers, two compute.
 
 Shapes: B requests, S queries of a request, H heads, E = rank + rope, N = B·S·H rows.
 """
@@ -28,23 +27,9 @@ LOWEST = -1.0e30  # where the running maximum starts: finite, so that an empty r
 SLACK = 8.0  # how far, in powers of two, a probability may exceed 1 before everything is rescaled
 EVERYTHING = 2**31 - 1  # where the span ends of a row that sees all tokens
 OVERHEAD = 3  # what an item costs beside its blocks, in blocks
-AHEAD = 3  # blocks whose table entries are held before they are needed
 PLAN_COLUMNS = 6
 """A plan has a line for each item (first unit, end unit, first token, end token, and the span that all of its rows
 see), for each share (first item, last item), one with the units of a share, and one for each query (its span)."""
-
-FETCHING = """
-// One thread arrives for many: as many arrivals one by one would keep shared memory busy.
-__device__ __forceinline__ void mla_arrive(void* barrier, int count) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"((unsigned)__cvta_generic_to_shared(barrier)),
-               "r"(count)
-               : "memory");
-}
-
-__device__ __forceinline__ void mla_prefetch(const void* line) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-}
-"""
 
 FP8_ROW = 656  # bytes of a cached token in FlashMLA's FP8 layout: 512 e4m3, 4 float32 scales, 64 bfloat16
 FP8_GROUP = 128  # values that share a scale
@@ -150,56 +135,18 @@ def flag(source, valid, holes, s, number, thread):
 
 
 @T.macro
-def copy_left(KV, source, rank_sh, s, thread, full, left):
-    """Producer: fetch the first ``left`` values of a block's rows, eight threads a row."""
-    column = thread % 8 * 8
-    for r in T.unroll(4):
-        for u in T.unroll(left // 64):
-            T.ptx_cp_async(
-                T.access_ptr(rank_sh[s, r * 16 + thread // 8, u * 64 + column], "w", 8),
-                T.access_ptr(KV[T.max(source[r], 0), u * 64 + column], "r", 8),
-                8,
-                source[r] >= 0,
-            )
-    T.cp_async_barrier_noinc(full[s * 2])
-
-
-@T.macro
-def copy_rest(KV, source, rank_sh, rope_sh, s, thread, full, left, rank, rope):
-    """Producer: fetch the other values and the rotary dims of a block's rows."""
-    column = thread % 8 * 8
-    for r in T.unroll(4):
-        for u in T.unroll((rank - left) // 64):
-            T.ptx_cp_async(
-                T.access_ptr(rank_sh[s, r * 16 + thread // 8, left + u * 64 + column], "w", 8),
-                T.access_ptr(KV[T.max(source[r], 0), left + u * 64 + column], "r", 8),
-                8,
-                source[r] >= 0,
-            )
-        for u in T.unroll(T.ceildiv(rope, 64)):
-            if u * 64 + column < rope:
-                T.ptx_cp_async(
-                    T.access_ptr(rope_sh[s, r * 16 + thread // 8, u * 64 + column], "w", 8),
-                    T.access_ptr(KV[T.max(source[r], 0), rank + u * 64 + column], "r", 8),
-                    8,
-                    source[r] >= 0,
-                )
-    T.cp_async_barrier_noinc(full[s * 2 + 1])
-    T.barrier_arrive(full[s * 2 + 1])
-
-
-@T.macro
 def fetch(
     KV, Table, paged, entry, source, rank_sh, rope_sh, valid, holes, request, page, pages, begin, end, thread, full,
     free, used0, used1, left, rank, rope,
 ):  # fmt: skip
-    """Producer: fetch tokens [begin, end) of a request, 64 at a time, row by row.
+    """Producer: fetch tokens [begin, end) of a request, 64 at a time, eight threads a row.
 
     A row that is not there is zero-filled without a read, so nothing stale or NaN can reach a product. ``valid``
     says which rows are there, ``holes`` whether a block has others: it then holds the block's number, counted from 1
     in this item. ``used0`` and ``used1`` count the earlier uses of each buffer. Each thread arrives on a piece's
     "full" when its copies have landed, and on the second piece's once more, with release order, for its flags.
     """
+    column = thread % 8 * 8
     for i in T.serial(T.ceildiv(end - begin, BLOCK)):
         s = i % 2
         phase = (T.if_then_else(s == 0, used0, used1) + i // 2) & 1
@@ -207,94 +154,34 @@ def fetch(
         locate(entry, source, page, pages, begin + i * BLOCK, thread)
         ask(Table, paged, entry, request, page, begin + (i + 1) * BLOCK, end, thread)
         flag(source, valid, holes, s, i + 1, thread)
-        copy_left(KV, source, rank_sh, s, thread, full, left)
+        for r in T.unroll(4):
+            for u in T.unroll(left // 64):
+                T.ptx_cp_async(
+                    T.access_ptr(rank_sh[s, r * 16 + thread // 8, u * 64 + column], "w", 8),
+                    T.access_ptr(KV[T.max(source[r], 0), u * 64 + column], "r", 8),
+                    8,
+                    source[r] >= 0,
+                )
+        T.cp_async_barrier_noinc(full[s * 2])
         T.barrier_wait(free[s * 2 + 1], phase ^ 1)
-        copy_rest(KV, source, rank_sh, rope_sh, s, thread, full, left, rank, rope)
-
-
-@T.macro
-def ask_pages(Table, paged, ahead, request, page, begin, end):
-    """Producer: fetch the table entries of the first blocks of [begin, end)."""
-    for k in T.unroll(AHEAD):
-        ahead[k] = -1
-        if begin + k * BLOCK < end:
-            ahead[k] = request
-            if paged != 0:
-                ahead[k] = Table[request, T.truncdiv(begin + k * BLOCK, page)]
-
-
-@T.macro
-def fetch_blocks(
-    KV, Table, paged, ahead, source, rank_sh, rope_sh, valid, holes, request, page, pages, begin, end, thread, full,
-    free, used0, used1, left, rank, rope, lane, lanes,
-):  # fmt: skip
-    """Producer: as ``fetch`` where no block crosses a page, whole blocks by TMA.
-
-    ``ahead`` holds the table entries of this block and the next ones, so that none is waited for; the last of them is
-    brought into the L2 cache, each of the ``lanes`` that walk these tokens asking for its rows. For a whole block
-    ``holes`` is 0 and ``valid`` is left alone. All threads wait for buffers, whoever fills them: one that ran ahead
-    would take the parity of a barrier for that of an earlier use.
-    """
-    for i in T.serial(T.ceildiv(end - begin, BLOCK)):
-        s = i % 2
-        phase = (T.if_then_else(s == 0, used0, used1) + i // 2) & 1
-        first = begin + i * BLOCK
-        row = ahead[0] * page + T.truncmod(first, page)
-        there = (ahead[0] >= 0) & (ahead[0] < pages)
-        T.barrier_wait(free[s * 2], phase ^ 1)
-        if there & (first + BLOCK <= end):
-            if thread < 32:
-                if thread == 0:
-                    holes[s] = 0
-                for u in list(range(left // 64)):  # a list: each box has a place of its own
-                    T.tma_copy(
-                        KV[row : row + BLOCK, u * 64 : u * 64 + 64],
-                        rank_sh[s, :, u * 64 : u * 64 + 64],
-                        barrier=full[s * 2],
-                        leader_scope_threads=32,
+        for r in T.unroll(4):
+            for u in T.unroll((rank - left) // 64):
+                T.ptx_cp_async(
+                    T.access_ptr(rank_sh[s, r * 16 + thread // 8, left + u * 64 + column], "w", 8),
+                    T.access_ptr(KV[T.max(source[r], 0), left + u * 64 + column], "r", 8),
+                    8,
+                    source[r] >= 0,
+                )
+            for u in T.unroll(T.ceildiv(rope, 64)):
+                if u * 64 + column < rope:
+                    T.ptx_cp_async(
+                        T.access_ptr(rope_sh[s, r * 16 + thread // 8, u * 64 + column], "w", 8),
+                        T.access_ptr(KV[T.max(source[r], 0), rank + u * 64 + column], "r", 8),
+                        8,
+                        source[r] >= 0,
                     )
-                if thread == 0:
-                    T.call_extern("void", "mla_arrive", T.address_of(full[s * 2]), 128)
-            T.barrier_wait(free[s * 2 + 1], phase ^ 1)
-            if thread < 32:
-                for u in list(range(left // 64, rank // 64)):
-                    T.tma_copy(
-                        KV[row : row + BLOCK, u * 64 : u * 64 + 64],
-                        rank_sh[s, :, u * 64 : u * 64 + 64],
-                        barrier=full[s * 2 + 1],
-                        leader_scope_threads=32,
-                    )
-                if rope > 0:
-                    T.tma_copy(
-                        KV[row : row + BLOCK, rank : rank + rope],
-                        rope_sh[s, :, :rope],
-                        barrier=full[s * 2 + 1],
-                        leader_scope_threads=32,
-                    )
-                if thread == 0:
-                    T.call_extern("void", "mla_arrive", T.address_of(full[s * 2 + 1]), 256)
-        else:
-            for r in T.unroll(4):
-                source[r] = -1
-                if there & (first + r * 16 + thread // 8 < end):
-                    source[r] = row + r * 16 + thread // 8
-            flag(source, valid, holes, s, i + 1, thread)
-            copy_left(KV, source, rank_sh, s, thread, full, left)
-            T.barrier_wait(free[s * 2 + 1], phase ^ 1)
-            copy_rest(KV, source, rank_sh, rope_sh, s, thread, full, left, rank, rope)
-        far = ahead[AHEAD - 1]
-        ours = T.truncmod(thread, lanes) == lane
-        if (thread >= 64) & ours & (far >= 0) & (far < pages) & (first + AHEAD * BLOCK <= end):
-            line = far * page + T.truncmod(first + (AHEAD - 1) * BLOCK, page) + thread - 64
-            for u in T.unroll(T.ceildiv(rank + rope, 64)):
-                T.call_extern("void", "mla_prefetch", T.address_of(KV[line, u * 64]))
-        for k in T.unroll(AHEAD - 1):
-            ahead[k] = ahead[k + 1]
-        ahead[AHEAD - 1] = -1
-        if first + AHEAD * BLOCK < end:
-            ahead[AHEAD - 1] = request
-            if paged != 0:
-                ahead[AHEAD - 1] = Table[request, T.truncdiv(first + AHEAD * BLOCK, page)]
+        T.cp_async_barrier_noinc(full[s * 2 + 1])
+        T.barrier_arrive(full[s * 2 + 1])
 
 
 @T.macro

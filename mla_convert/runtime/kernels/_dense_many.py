@@ -8,12 +8,10 @@ import tilelang.language as T  # noqa: N812
 
 from mla_convert.runtime.kernels._common import LN2, LOG2E
 from mla_convert.runtime.kernels._dense import (
-    AHEAD,
     BEGIN,
     BLOCK,
     COUNT,
     END,
-    FETCHING,
     FP8_ROW,
     LOWEST,
     PLAN_COLUMNS,
@@ -27,9 +25,7 @@ from mla_convert.runtime.kernels._dense import (
     TURN,
     WHOLE,
     ask,
-    ask_pages,
     fetch,
-    fetch_blocks,
     fetch_fp8,
     load_queries,
     turn_at,
@@ -43,9 +39,8 @@ def many_rows(rank: int, rope: int, dtype: str, fp8: bool) -> Any:
 
     The first consumer owns output columns [0, left) and the scores of even blocks, the second the columns behind
     and the scores of odd blocks. Each multiplies its own probabilities from registers and the other's from shared
-    memory. They take turns: the second computes its scores while the first is at its softmax, not beside the
-    first's scores, which would end both late; and it needs the first's maximum for its own softmax, which it computes
-    while its product with the first's probabilities runs.
+    memory. They take turns: the second needs the first's maximum for its own softmax, which it computes while
+    its product with the first's probabilities runs.
     """
     left = -(-rank // 128) * 64
     right = rank - left
@@ -56,12 +51,6 @@ def many_rows(rank: int, rope: int, dtype: str, fp8: bool) -> Any:
     # What only FP8 rows have is the rows themselves once more.
     scale_width, scale_type = (FP8_ROW // 4, "float32") if fp8 else (width, dtype)
     rope_width = FP8_ROW // 2 if fp8 else width
-
-    @T.macro
-    def release(free, k, thread):
-        """A piece of a buffer is free: a warp's products are done together, so one of its threads says so."""
-        if thread % 32 == 0:
-            T.barrier_arrive(free[k])
 
     @T.macro
     def scores(q_rank, q_rope, kv_rank, kv_rope, s, phase, full, score):
@@ -84,9 +73,7 @@ def many_rows(rank: int, rope: int, dtype: str, fp8: bool) -> Any:
         if (holes[s] == block + 1) | (first < turn[SEEN_BEGIN]) | (first + BLOCK > turn[SEEN_END]):
             for h, j in T.Parallel(TILE, BLOCK):
                 score[h, j] = T.if_then_else(
-                    ((holes[s] != block + 1) | (valid[s, j] != 0))
-                    & (first + j >= bounds_sh[0, h])
-                    & (first + j < bounds_sh[1, h]),
+                    (valid[s, j] != 0) & (first + j >= bounds_sh[0, h]) & (first + j < bounds_sh[1, h]),
                     score[h, j],
                     -T.infinity("float32"),
                 )
@@ -195,7 +182,6 @@ def many_rows(rank: int, rope: int, dtype: str, fp8: bool) -> Any:
             part1 = T.alloc_fragment([TILE], "float32")
             entry = T.alloc_local([4], "int32")
             source = T.alloc_local([4], "int32")
-            ahead = T.alloc_local([AHEAD], "int32")
             here = T.alloc_local([4], "int32")
             raw = T.alloc_local([128 if fp8 else 16], kv_type)
             unit = T.alloc_local([8], "float32")
@@ -209,14 +195,11 @@ def many_rows(rank: int, rope: int, dtype: str, fp8: bool) -> Any:
             q_full = T.alloc_barrier([256])
             q_free = T.alloc_barrier([256])
             full = T.alloc_barrier([128, 256, 128, 256])
-            free = T.alloc_barrier([4, 4, 4, 4])
-            scored = T.alloc_barrier([128])
+            free = T.alloc_barrier([128, 128, 128, 128])
             p_full = T.alloc_barrier([128, 128])
             finished = T.alloc_barrier([128, 128])
 
-            T.import_source(FETCHING)
             thread = T.get_thread_binding()
-            blocks = (paged == 0) | (T.truncmod(page, BLOCK) == 0)  # no block crosses a page
             rows_each = T.truncdiv(rows, requests)
             used0 = 0
             used1 = 0
@@ -234,7 +217,6 @@ def many_rows(rank: int, rope: int, dtype: str, fp8: bool) -> Any:
                     T.barrier_wait(q_full, w & 1)
                     for i in T.serial((count + 1) // 2):
                         scores(q_rank, q_rope, kv_rank, kv_rope, 0, (used0 + i) & 1, full, score0)
-                        T.barrier_arrive(scored[0])
                         softmax(
                             0, 2 * i, turn, scale, bounds_sh, valid, holes, score0, p0, highest0, before0, factor0,
                             total0, part0,
@@ -251,7 +233,7 @@ def many_rows(rank: int, rope: int, dtype: str, fp8: bool) -> Any:
                         rescale(out0, factor0, left)
                         T.wgmma_gemm(p0, kv_rank[0, :, :left], out0)
                         T.wait_wgmma(0)
-                        release(free, 0, thread)
+                        T.barrier_arrive(free[0])
                         if 2 * i + 1 < count:
                             T.barrier_wait(p_full[1], (used1 + i) & 1)
                             T.fence_proxy_async()
@@ -259,7 +241,7 @@ def many_rows(rank: int, rope: int, dtype: str, fp8: bool) -> Any:
                             rescale(out0, factor0, left)
                             T.wgmma_gemm(kv_rope[1, :, :BLOCK], kv_rank[1, :, :left], out0)
                             T.wait_wgmma(0)
-                            release(free, 2, thread)
+                            T.barrier_arrive(free[2])
                     if count == 0:
                         T.barrier_arrive(q_free)
                     used0 = used0 + (count + 1) // 2
@@ -302,7 +284,6 @@ def many_rows(rank: int, rope: int, dtype: str, fp8: bool) -> Any:
                     T.barrier_wait(q_full, w & 1)
                     for i in T.serial((count + 1) // 2):
                         if 2 * i + 1 < count:
-                            T.barrier_wait(scored[0], (used0 + i) & 1)
                             scores(q_rank, q_rope, kv_rank, kv_rope, 1, (used1 + i) & 1, full, score1)
                         T.barrier_wait(p_full[0], (used0 + i) & 1)
                         T.fence_proxy_async()
@@ -322,12 +303,12 @@ def many_rows(rank: int, rope: int, dtype: str, fp8: bool) -> Any:
                         if 2 * i + 2 >= count:
                             T.barrier_arrive(q_free)
                         T.wait_wgmma(0)
-                        release(free, 1, thread)
+                        T.barrier_arrive(free[1])
                         if 2 * i + 1 < count:
                             rescale(out1, factor1, right)
                             T.wgmma_gemm(p1, kv_rank[1, :, left:], out1)
                             T.wait_wgmma(0)
-                            release(free, 3, thread)
+                            T.barrier_arrive(free[3])
                     if count == 0:
                         T.barrier_arrive(q_free)
                     used0 = used0 + (count + 1) // 2
@@ -346,10 +327,7 @@ def many_rows(rank: int, rope: int, dtype: str, fp8: bool) -> Any:
                 producer = thread - 256
                 for w in T.serial(last - first + 1):
                     turn_at(Plan, turn, first + w, block, lanes, share, items_each, rows_each, TILE)
-                    if not fp8 and blocks:
-                        ask_pages(Table, paged, ahead, turn[REQUEST], page, turn[BEGIN], turn[END])
-                    else:
-                        ask(Table, paged, entry, turn[REQUEST], page, turn[BEGIN], turn[END], producer)
+                    ask(Table, paged, entry, turn[REQUEST], page, turn[BEGIN], turn[END], producer)
                     T.barrier_wait(q_free, (w & 1) ^ 1)
                     load_queries(
                         Q, Plan, items + shares + 1, q_rank, q_rope, bounds_sh, turn[ROW], turn[ROWS_END], heads,
@@ -360,12 +338,6 @@ def many_rows(rank: int, rope: int, dtype: str, fp8: bool) -> Any:
                             KV, Scales, Rope, Table, paged, entry, source, here, raw, unit, kv_rank, kv_rope, valid,
                             holes, turn[REQUEST], page, T.truncdiv(tokens, page), turn[BEGIN], turn[END], producer,
                             full, free, used0, used1, False,
-                        )  # fmt: skip
-                    elif blocks:
-                        fetch_blocks(
-                            KV, Table, paged, ahead, source, kv_rank, kv_rope, valid, holes, turn[REQUEST], page,
-                            T.truncdiv(tokens, page), turn[BEGIN], turn[END], producer, full, free, used0, used1,
-                            left, rank, rope, T.truncmod(block, lanes), lanes,
                         )  # fmt: skip
                     else:
                         fetch(

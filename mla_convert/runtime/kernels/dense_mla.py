@@ -75,7 +75,7 @@ def dense_mla(
 
     Returns:
         out [S, H, d_v] in q's dtype and the natural log-sum-exp [S, H] float32. A query that sees nothing gives 0
-        and -inf. Tokens before all spans or behind all of them may be NaN; in a gap between spans they must be finite.
+        and -inf. Tokens that no query of the call sees may be NaN.
 
     Raises:
         CannotError: A size, dtype or scale that the kernels do not take; ``unsupported`` says which.
@@ -286,13 +286,7 @@ def compile_for(tile: int, rank: int, rope: int, dtype: torch.dtype, fp8: bool =
     """The attention kernel for a tile (8, 16, 32 or 64 rows) and native sizes; compiles without a GPU."""
     name = DTYPES[dtype]
     if tile == TILE:
-        # TileLang would give the first consumer and the producer a barrier of one number: they would release each
-        # other.
-        return compiled(
-            ("dense", tile, rank, rope, name, fp8),
-            lambda: many_rows(rank, rope, name, fp8),
-            insert_barriers=False,
-        )
+        return compiled(("dense", tile, rank, rope, name, fp8), lambda: many_rows(rank, rope, name, fp8))
     return compiled(("dense", tile, rank, rope, name, fp8), lambda: few_rows(tile, rank, rope, name, fp8))
 
 
