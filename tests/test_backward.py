@@ -155,6 +155,26 @@ def test_nothing_to_differentiate() -> None:
         assert dq.shape == q.shape and dq.eq(0).all() and dkv.shape == some_kv.shape and dkv.eq(0).all()
 
 
+@pytest.mark.parametrize(("rank", "rope"), [(512, 64), (512, 0), (128, 64), (192, 64), (320, 0)])
+def test_kernel_columns_lie_so_that_a_thread_adds_neighbours(rank: int, rope: int) -> None:
+    """A thread holds rows g and g + 8 of 16 of a panel: neighbours, with those of the next panel if it has one."""
+    from mla_convert.runtime.kernels._sparse_mla_backward_cuda import column_order
+
+    order = column_order(rank, rope)
+    assert sorted(order) == list(range(rank + rope))
+    assert sorted(order[:rank]) == list(range(rank))  # values are the first columns of keys
+    for panel in range(0, rank // 128 * 2, 2):
+        for warp in range(4):
+            at = [panel * 64 + warp * 16 + g for g in range(8)]
+            line = [order[p + shift] for p in at for shift in (0, 8, 64, 72)]
+            assert line == list(range(panel * 64 + warp * 32, panel * 64 + warp * 32 + 32))
+    for panel in range(rank // 128 * 2, (rank + rope) // 64):
+        pairs = [
+            order[panel * 64 + w * 16 + g + shift] for w in range(4) for g in range(8) for shift in (0, 8)
+        ]
+        assert pairs == list(range(panel * 64, panel * 64 + 64))
+
+
 I, J = 5, 6  # noqa: E741
 
 

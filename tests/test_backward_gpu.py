@@ -33,6 +33,14 @@ def _seeded(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
+@pytest.fixture
+def _forced_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many thread blocks share a list, whatever the number of queries."""
+    from mla_convert.runtime.kernels import sparse_mla_backward
+
+    monkeypatch.setattr(sparse_mla_backward, "_parts", lambda *sizes: request.getfixturevalue("parts"))
+
+
 def poison(*tensors: Tensor) -> None:
     """Leave NaN in the memory that the allocator hands out next for tensors like these."""
     blocks = [torch.full_like(tensor, float("nan")) for tensor in tensors]
@@ -107,13 +115,15 @@ def test_every_width(heads: int, rank: int, rope: int) -> None:
     run(*sparse_case(heads=heads, rank=rank, rope=rope, topk=200), d_v=rank)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.usefixtures("_forced_parts")
 class TestLists:
-    def test_fewer_tokens_than_entries(self, heads: int, deterministic: bool) -> None:
+    def test_fewer_tokens_than_entries(self, heads: int, deterministic: bool, parts: int) -> None:
         run(*sparse_case(heads=heads, tokens=5, topk=192), deterministic=deterministic)
 
-    def test_whole_rows_and_first_blocks_empty(self, heads: int, deterministic: bool) -> None:
+    def test_whole_rows_and_first_blocks_empty(self, heads: int, deterministic: bool, parts: int) -> None:
         q, kv, indices, scale = sparse_case(heads=heads, topk=320)
         indices[3] = -1
         indices[36] = kv.shape[0]
@@ -122,14 +132,14 @@ class TestLists:
         dq, _ = run(q, kv, indices, scale, deterministic=deterministic)
         assert not dq[[3, 36]].any()
 
-    def test_gaps_and_far_out_of_range(self, heads: int, deterministic: bool) -> None:
+    def test_gaps_and_far_out_of_range(self, heads: int, deterministic: bool, parts: int) -> None:
         q, kv, indices, scale = sparse_case(heads=heads, topk=256, invalid=0)
         for start, value in enumerate([-1, kv.shape[0], INT_MIN, INT_MAX, -2, kv.shape[0] + 1]):
             indices[:, 7 + start :: 11] = value
         indices[0, 64:128] = -1
         run(q, kv, indices, scale, deterministic=deterministic)
 
-    def test_unlisted_rows_never_leak(self, heads: int, deterministic: bool) -> None:
+    def test_unlisted_rows_never_leak(self, heads: int, deterministic: bool, parts: int) -> None:
         q, kv, indices, scale = sparse_case(heads=heads, tokens=1000, invalid=0.3, queries=4)
         unlisted = torch.ones(1000, dtype=torch.bool, device="cuda")
         unlisted[indices[indices >= 0].long()] = False
@@ -143,13 +153,13 @@ class TestLists:
         assert dirty[0].isfinite().all() and not dirty[1][unlisted].any() and not dkv[unlisted].any()
         assert dirty[0].shape == dq.shape
 
-    def test_duplicates_count_twice(self, heads: int, deterministic: bool) -> None:
+    def test_duplicates_count_twice(self, heads: int, deterministic: bool, parts: int) -> None:
         q, kv, indices, scale = sparse_case(heads=heads)
         indices[:, ::2] = indices[:, 1::2]
         indices[1] = 7
         run(q, kv, indices, scale, deterministic=deterministic)
 
-    def test_length_sink_and_gradient_of_lse(self, heads: int, deterministic: bool) -> None:
+    def test_length_sink_and_gradient_of_lse(self, heads: int, deterministic: bool, parts: int) -> None:
         q, kv, indices, scale = sparse_case(heads=heads, topk=300)
         length = torch.randint(0, 301, (37,), device="cuda", dtype=torch.int32)
         length[:4] = torch.tensor([0, 1, 64, 65], dtype=torch.int32)
@@ -159,7 +169,7 @@ class TestLists:
         run(q, kv, indices, scale, length=length, with_d_lse=True, deterministic=deterministic)
         run(q, kv, indices, scale, length=length, sink=sink, with_d_lse=True, deterministic=deterministic)
 
-    def test_strided_unaligned_and_int64(self, heads: int, deterministic: bool) -> None:
+    def test_strided_unaligned_and_int64(self, heads: int, deterministic: bool, parts: int) -> None:
         q, kv, indices, scale = sparse_case(heads=heads)
         wide_q = torch.full((37, heads + 3, 600), float("nan"), device="cuda", dtype=q.dtype)
         wide_q[:, 2 : heads + 2, 5:581] = q
@@ -171,7 +181,9 @@ class TestLists:
         args = (wide_q[:, 2 : heads + 2, 5:581], wide_kv[:, 9:585], far, scale)
         run(*args, deterministic=deterministic)
 
-    def test_two_runs(self, heads: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_two_runs(
+        self, heads: int, deterministic: bool, parts: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Equal bits of dq always, of dkv in the deterministic mode, whatever number of queries it takes at once."""
         from mla_convert.runtime.kernels import sparse_mla_backward
 

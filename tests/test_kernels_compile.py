@@ -141,16 +141,28 @@ def test_dense_many_rows(fp8: bool) -> None:
 def test_sparse_backward(slots: bool) -> None:
     from mla_convert.runtime.kernels.sparse_mla_backward import compile_for
 
-    kernel = compile_for(64, 512, 64, torch.bfloat16, slots)
-    adds = "mla_scatter<false>" if slots else "mla_scatter<true>"
-    instructions(kernel, "wgmma_ss<", "wgmma_rs<", "cp_async_gs_conditional<16>", adds)
+    kernel = compile_for(64, 512, 64, torch.bfloat16, slots, split=not slots)
+    adds = "mla_keys<false, " if slots else "mla_keys<true, "
+    instructions(
+        kernel, "wgmma_ss<", "mla_add_registers<", "mla_gather<3, 576>", "warpgroup_reg_alloc<216>", adds
+    )
 
 
 def test_sparse_backward_rows_and_sums() -> None:
-    from mla_convert.runtime.kernels.sparse_mla_backward import prepare_kernel, sum_kernel
+    from mla_convert.runtime.kernels.sparse_mla_backward import parts_kernel, prepare_kernel, sum_kernel
 
     instructions(prepare_kernel(512, torch.bfloat16), "sparse_mla_backward_prepare_kernel")
     instructions(sum_kernel(576, 2), "sparse_mla_backward_sum_slots_kernel", "float4")
+    instructions(parts_kernel(576, torch.bfloat16), "sparse_mla_backward_sum_parts_kernel", "float4")
+
+
+def test_parts_of_a_list_fill_the_gpu() -> None:
+    from mla_convert.runtime.kernels.sparse_mla_backward import _parts
+
+    assert [_parts(queries, 64, 32, 132) for queries in (4096, 1056)] == [1, 1]
+    assert _parts(1, 64, 32, 132) == 32 and _parts(64, 64, 32, 132) == 2 and _parts(133, 64, 32, 132) > 1
+    for queries in range(1, 600):
+        assert all(1 <= _parts(queries, 128, blocks, 132) <= blocks for blocks in (1, 2, 7, 32))
 
 
 def test_indexer_logits_in_fp8() -> None:

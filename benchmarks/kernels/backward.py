@@ -41,7 +41,7 @@ def cases() -> Iterator[Case]:
     def sparse(name: str, *goals: Goal, **case: Any) -> Case:
         return Case(f"sparse backward, {name}", partial(sparse_row, **case), goals)
 
-    for heads in (64, 16, 128, 32):
+    for heads in (64, 16, 128, 32, 8):
         goals = [Goal(350, "TFLOP/s"), Goal(450, "TFLOP/s")] if heads == 64 else []
         yield sparse(f"{heads} heads", *goals, heads=heads)
     for heads in (64, 16, 128):
@@ -49,7 +49,9 @@ def cases() -> Iterator[Case]:
     for heads in (16, 64):
         yield sparse(f"{heads} heads, causal lists", heads=heads, causal=True)
         yield sparse(f"{heads} heads, top-k 512", heads=heads, topk=512)
-    yield sparse("64 heads, 512 queries", heads=64, queries=512)
+    for queries in (512, 64, 16, 1):
+        name = f"64 heads, {queries} quer{'y' if queries == 1 else 'ies'}"
+        yield sparse(name, heads=64, queries=queries)
     for selected, deterministic in ((True, False), (True, True), (False, False)):
         over = f"top-k {TOPK}" if selected else f"all keys of {LOSS_QUERIES}, causal"
         name = f"indexer loss with gradients, {over}" + (", deterministic" if deterministic else "")

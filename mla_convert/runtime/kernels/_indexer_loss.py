@@ -20,7 +20,8 @@ import tilelang.language as T  # noqa: N812
 
 from mla_convert.runtime.kernels._common import LN2, LOG2E
 from mla_convert.runtime.kernels._indexer_loss_target import BLOCK, LOWEST
-from mla_convert.runtime.kernels._sparse_mla_backward import SCATTER, accumulator_place
+from mla_convert.runtime.kernels._sparse_mla_backward import accumulator_place
+from mla_convert.runtime.kernels._sparse_mla_backward_cuda import SCATTER
 from mla_convert.runtime.kernels.indexer_logits import HEAD_SUMS
 
 STAGES = 4

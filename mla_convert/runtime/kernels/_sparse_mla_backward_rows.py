@@ -1,4 +1,4 @@
-"""The small programs around ``_sparse_mla_backward``: terms of each query and head, and the deterministic sum.
+"""The small programs around ``_sparse_mla_backward``: terms of each query and head, and sums in a fixed order.
 
 Shapes: S queries, T tokens, H heads, E = rank + rope (one cached token), K entries on a list.
 """
@@ -107,3 +107,29 @@ def sum_slots(width: int, tiles: int) -> Any:
                     DKV[token, column + k] = total[k]
 
     return sparse_mla_backward_sum_slots
+
+
+def sum_parts(width: int, dtype: str) -> Any:
+    """dQ from its float32 parts, those of one query in a row, in their order: two runs give equal bits."""
+    queries, rows, heads = T.dynamic("queries, rows, heads")
+
+    @T.prim_func
+    def sparse_mla_backward_sum_parts(
+        Part: T.Tensor([rows, heads, width], "float32"),
+        parts: T.int32,
+        DQ: T.Tensor([queries, heads, width], dtype),
+    ):
+        with T.Kernel(queries, heads, threads=width // 4) as (row, h):
+            total = T.alloc_local([4], "float32")
+            rounded = T.alloc_local([4], dtype)
+            column = T.get_thread_binding() * 4
+            T.fill(total, 0.0)
+            for part in T.serial(parts):
+                for k in T.vectorized(4):
+                    total[k] = total[k] + Part[row * parts + part, h, column + k]
+            for k in T.vectorized(4):
+                rounded[k] = total[k]
+            for k in T.vectorized(4):
+                DQ[row, h, column + k] = rounded[k]
+
+    return sparse_mla_backward_sum_parts

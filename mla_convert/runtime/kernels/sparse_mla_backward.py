@@ -22,8 +22,10 @@ from mla_convert.runtime.kernels._common import (
     pad_features,
     require,
 )
+from mla_convert.runtime.kernels._sparse_mla import BLOCK
 from mla_convert.runtime.kernels._sparse_mla_backward import backward
-from mla_convert.runtime.kernels._sparse_mla_backward_rows import prepare, sum_slots
+from mla_convert.runtime.kernels._sparse_mla_backward_cuda import column_order
+from mla_convert.runtime.kernels._sparse_mla_backward_rows import prepare, sum_parts, sum_slots
 from mla_convert.runtime.kernels.sparse_mla import lengths_kernel
 from mla_convert.runtime.kernels.sparse_mla import unsupported as forward_unsupported
 
@@ -83,7 +85,7 @@ def sparse_mla_backward(
 
     rank, rope = native(d_v, width - d_v)
     q_SHE = launchable(pad_features(q_SHE, d_v, rank, rope))
-    flat_kv_TE = launchable(pad_features(flat_kv_TE, d_v, rank, rope))
+    flat_kv_TE = pad_features(flat_kv_TE, d_v, rank, rope).detach()[:, _order(rank, rope, q_SHE.device)]
     out_SHR, d_out_SHR = (
         launchable(pad_features(x.to(q_SHE.dtype), d_v, rank, 0)) for x in (out_SHR, d_out_SHR)
     )
@@ -155,10 +157,21 @@ def _atomic(
     dq_SHE = torch.empty_like(q_SHE)
     dkv_TE = torch.zeros(kv_TE.shape, dtype=torch.float32, device=kv_TE.device)
     lengths_S = _lengths(indices_SK, limits_S, kv_TE.shape[0])
-    _main(q_SHE, d_out_SHR.shape[2], slots=False)(
-        q_SHE, kv_TE, indices_SK, lengths_S, d_out_SHR, terms.lse2_SH, terms.share_SH, terms.offset_SH, scale,
-        dq_SHE, dkv_TE,
-    )  # fmt: skip
+    parts = _parts_for(q_SHE, indices_SK)
+    _main(
+        q_SHE,
+        kv_TE,
+        indices_SK,
+        lengths_S,
+        parts,
+        d_out_SHR,
+        terms,
+        slice(None),
+        scale,
+        dq_SHE,
+        dkv_TE,
+        slots=False,
+    )
     return dq_SHE, dkv_TE
 
 
@@ -177,8 +190,9 @@ def _deterministic(
     dq_SHE = torch.empty_like(q_SHE)
     dkv_TE = torch.zeros(kv_TE.shape, dtype=torch.float32, device=kv_TE.device)
     lengths_S = _lengths(indices_SK, limits_S, tokens)
+    parts = _parts_for(q_SHE, indices_SK)  # of all queries, so that the step changes no bits
     step = min(queries, max(1, SLOT_BYTES // (4 * width * entries * tiles)))
-    wave = max(1, torch.cuda.get_device_properties(q_SHE.device).multi_processor_count // tiles)
+    wave = max(1, _multiprocessors(q_SHE.device) // tiles)
     step = step // wave * wave if wave <= step < queries else step
     slots = torch.empty(step * tiles * entries, width, dtype=torch.float32, device=kv_TE.device)
     positions_K = torch.arange(entries, device=q_SHE.device)
@@ -189,10 +203,20 @@ def _deterministic(
         valid_SK = (chosen_SK >= 0) & (chosen_SK < tokens) & (positions_K < lengths_S[rows, None])
         sorted_tokens, order = torch.where(valid_SK, chosen_SK, tokens).flatten().sort(stable=True)
         begin = torch.searchsorted(sorted_tokens, every_token)
-        _main(q_SHE, d_out_SHR.shape[2], slots=True)(
-            q_SHE[rows], kv_TE, chosen_SK, lengths_S[rows], d_out_SHR[rows], terms.lse2_SH[rows],
-            terms.share_SH[rows], terms.offset_SH[rows], scale, dq_SHE[rows], slots,
-        )  # fmt: skip
+        _main(
+            q_SHE,
+            kv_TE,
+            indices_SK,
+            lengths_S,
+            parts,
+            d_out_SHR,
+            terms,
+            rows,
+            scale,
+            dq_SHE,
+            slots,
+            slots=True,
+        )
         _entry("sum", width, tiles)(slots, order, begin, entries, dkv_TE)
     return dq_SHE, dkv_TE
 
@@ -204,8 +228,66 @@ def _lengths(indices_SK: Tensor, limits_S: Tensor | None, tokens: int) -> Tensor
     return lengths_S
 
 
-def _main(q_SHE: Tensor, rank: int, *, slots: bool) -> Callable[..., None]:
-    return _entry("main", q_SHE.shape[1], rank, q_SHE.shape[2] - rank, q_SHE.dtype, slots)
+def _main(
+    q_SHE: Tensor,
+    kv_TE: Tensor,
+    indices_SK: Tensor,
+    lengths_S: Tensor,
+    parts: int,
+    d_out_SHR: Tensor,
+    terms: _RowTerms,
+    rows: slice,
+    scale: float,
+    dq_SHE: Tensor,
+    dkv: Tensor,
+    *,
+    slots: bool,
+) -> None:
+    """The five products of some queries: writes their dq, and adds to dkv [T, E] (or fills its ``slots``)."""
+    (_, heads, width), rank = q_SHE.shape, d_out_SHR.shape[2]
+    dq = dq_SHE[rows]
+    part = dq
+    if parts > 1:
+        part = torch.empty(len(dq) * parts, heads, width, dtype=torch.float32, device=dq.device)
+    _entry("main", heads, rank, width - rank, q_SHE.dtype, slots, parts > 1)(
+        q_SHE[rows], kv_TE, indices_SK[rows], lengths_S[rows], parts, d_out_SHR[rows], terms.lse2_SH[rows],
+        terms.share_SH[rows], terms.offset_SH[rows], scale, part, dkv,
+    )  # fmt: skip
+    if parts > 1:
+        _entry("parts", width, q_SHE.dtype)(part, parts, dq)
+
+
+def _parts_for(q_SHE: Tensor, indices_SK: Tensor) -> int:
+    queries, heads, _ = q_SHE.shape
+    blocks = -(-indices_SK.shape[1] // BLOCK)
+    return _parts(queries, heads, blocks, _multiprocessors(q_SHE.device))
+
+
+@functools.cache
+def _order(rank: int, rope: int, device: torch.device) -> Tensor:
+    return torch.tensor(column_order(rank, rope), device=device)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(queries: int, heads: int, blocks: int, multiprocessors: int) -> int:
+    """How many thread blocks share a list: what fills the GPU soonest, in units of one block of 64 keys (5 us).
+
+    A thread block costs about one such unit beside its keys, and the sum of the parts two and its traffic.
+    """
+    rows = queries * -(-heads // 64)
+    if rows >= 8 * multiprocessors:
+        return 1
+
+    def cost(parts: int) -> float:
+        merge = 2 + queries * heads * parts / 3000 if parts > 1 else 0
+        return -(-rows * parts // multiprocessors) * (-(-blocks // parts) + 1) + merge
+
+    return min(range(1, min(blocks, 32) + 1), key=cost)
 
 
 @functools.cache
@@ -215,6 +297,7 @@ def _entry(what: str, *key: Any) -> Callable[..., None]:
         "prepare": prepare_kernel,
         "main": compile_for,
         "sum": sum_kernel,
+        "parts": parts_kernel,
     }
     return launcher(builders[what](*key))
 
@@ -229,16 +312,19 @@ def unsupported(q_SHE: Tensor, d_v: int, scale: float) -> str | None:
     return None
 
 
-def compile_for(heads: int, rank: int, rope: int, dtype: torch.dtype, slots: bool = False) -> Any:
+def compile_for(
+    heads: int, rank: int, rope: int, dtype: torch.dtype, slots: bool = False, split: bool = False
+) -> Any:
     """The five products for a head count and native sizes; compiles without a GPU, once per variant.
 
-    ``slots`` is for the deterministic mode, whose results go to ``sum_kernel``.
+    ``slots`` is for the deterministic mode, whose results go to ``sum_kernel``; ``split`` for few queries, where
+    several thread blocks share a list: their parts of dq go to ``parts_kernel``.
     """
     tiles, name = -(-heads // 64), DTYPES[dtype]
-    key = ("sparse_mla_backward", tiles, rank, rope, name, slots)
+    key = ("sparse_mla_backward", tiles, rank, rope, name, slots, split)
     return compiled(
         key,
-        lambda: backward(tiles, rank, rope, name, slots),
+        lambda: backward(tiles, rank, rope, name, slots, split),
         safe_access=False,
         insert_barriers=False,
     )
@@ -252,6 +338,11 @@ def prepare_kernel(rank: int, dtype: torch.dtype) -> Any:
 def sum_kernel(width: int, tiles: int) -> Any:
     """The kernel that sums entries' gradients in a fixed order."""
     return compiled(("sparse_mla_backward_sum", width, tiles), lambda: sum_slots(width, tiles))
+
+
+def parts_kernel(width: int, dtype: torch.dtype) -> Any:
+    """The kernel that sums the parts of dq that several thread blocks have of a list."""
+    return compiled(("sparse_mla_backward_parts", width, dtype), lambda: sum_parts(width, DTYPES[dtype]))
 
 
 def native(d_v: int, rope: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -84,10 +85,12 @@ def _backward(spec: AttentionSpec, dtype: torch.dtype) -> Iterator[Variant]:
         return
     rank, rope = sparse_mla_backward.native(spec.rank, spec.rope)
     yield Variant(f"gradients: rows, {rank} dims", partial(sparse_mla_backward.prepare_kernel, rank, dtype))
-    for slots in (False, True):
+    for slots, split in product((False, True), repeat=2):
         name = f"gradients: {spec.heads} heads, {rank} + {rope} dims" + (", deterministic" if slots else "")
-        main = partial(sparse_mla_backward.compile_for, spec.heads, rank, rope, dtype, slots)
-        yield Variant(name, main)
+        main = partial(sparse_mla_backward.compile_for, spec.heads, rank, rope, dtype, slots, split)
+        yield Variant(name + (", few queries" if split else ""), main)
+    parts = partial(sparse_mla_backward.parts_kernel, rank + rope, dtype)
+    yield Variant(f"gradients: sums of parts, {rank + rope} dims", parts)
     tiles = -(-spec.heads // 64)
     sums = partial(sparse_mla_backward.sum_kernel, rank + rope, tiles)
     yield Variant(f"gradients: deterministic sums, {rank + rope} dims, {tiles} tiles", sums)
