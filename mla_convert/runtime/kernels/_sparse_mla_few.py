@@ -41,7 +41,7 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
     buffers = 1 if columns == 32 else 2  # of probabilities, each consumer's
     stride = BLOCK + 4  # keeps the turn round free of bank conflicts and its rows on 16 bytes
     fixed = items * columns * panels * PANEL * 2 + 2 * columns * (stride * 4 + buffers * BLOCK * 2)
-    # No more than three blocks' worth, so that NOTES are enough, and two at least: a query is loaded a block late.
+    # No more than three blocks' worth, so that NOTES are enough.
     slots = min((SHARED_BYTES - -(-fixed // 1024) * 1024) // (group * PANEL * BLOCK * 2), 3 * pieces)
     queries, tokens, heads, entries, out_rows = T.dynamic("queries, tokens, heads, entries, out_rows")
     each = list(range(pieces))  # a list: TileLang unrolls a loop over it while it traces
@@ -58,6 +58,7 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
         """Probabilities of a consumer's block into ``p`` and ``p_sh``; ``number`` counts its blocks."""
         top = T.alloc_var("float32")
         part = T.alloc_var("float32")
+        flag = T.alloc_var("int32")
         for j, n in T.Parallel(BLOCK, columns):
             p[j, n] = score[j, n] * scale - highest_sh[g, n]
         for j, n in T.Parallel(BLOCK, columns):
@@ -71,7 +72,8 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
             p_sh[g * buffers + number % buffers, n, j] = p[j, n]
         T.fence_proxy_async()
         T.sync_threads(8 + g, 128)  # every thread's fence comes before any thread's matrix product
-        if flag_sh[g, number % 2] == number + 1:
+        flag = flag_sh[g, number % 2]  # read once: TileLang makes a dozen branches of the one below
+        if flag == number + 1:
             for j, n in T.Parallel(BLOCK, columns):
                 turn[g, n, j] = score[j, n] * scale
             T.sync_threads(8 + g, 128)
@@ -282,10 +284,14 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
 
     @T.macro
     def fill(KV, kv, place, index, tokens, thread, full, free):
-        """Producer: copy a block's rows, eight threads a row. A row that is not valid becomes zeros, without a read."""
+        """Producer: copy a block's rows, eight threads a row; one that is not valid becomes zeros, without a read.
+
+        Its first piece is free already: notes on the block were written after the wait for that.
+        """
         column = thread % 8 * 8
         for u in each:
-            T.barrier_wait(free[(place + u) % slots], ((place + u) // slots & 1) ^ 1)
+            if u > 0:
+                T.barrier_wait(free[(place + u) % slots], ((place + u) // slots & 1) ^ 1)
             for r in T.unroll(4):
                 ok = (index[r] >= 0) & (index[r] < tokens)
                 source = T.if_then_else(ok, index[r], 0)
@@ -408,14 +414,15 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
                             at[s] = at[s] + BLOCK
                             # With one item at a time, consumers get the same number of blocks.
                             ends[s] = T.if_then_else(at[s] + (2 - items) * (1 - g) * BLOCK >= end[s], 1, 0)
-                            describe(
-                                g * NOTES + number[g] % NOTES, number[g], place, ends[s], index, tokens, producer,
-                                note_sh, valid, holes, noted,
-                            )  # fmt: skip
+                            last = ends[s]
                             if ends[s] != 0 and (items == 2 or g == 1):
                                 item[s] = item[s] + items * grid
                                 enter(s, Lengths, item, row, at, end, length, parts, grid, out_rows)
                             ask(s, Indices, index, item, row, at, end, out_rows, producer)
+                            describe(
+                                g * NOTES + number[g] % NOTES, number[g], place, last, index, tokens, producer,
+                                note_sh, valid, holes, noted,
+                            )  # fmt: skip
                             fill(KV, kv, place, index, tokens, producer, full, free)
                             if begins != 0 and g == s:
                                 T.barrier_wait(q_free[s], (loaded[s] & 1) ^ 1)

@@ -114,14 +114,13 @@ def _launch(
 ) -> None:
     """Run the kernels on tensors of native sizes, all of them packed, on the current device."""
     queries, heads, _ = out_SHR.shape
-    tiles = -(-heads // 64) if heads > 32 else 1
     multiprocessors = _multiprocessors(q_SHE.device)
     lengths_S = torch.empty(queries, dtype=torch.int32, device=q_SHE.device)
     limits = lengths_S if limits_S is None else limits_S
     _entry("lengths")(indices_SK, limits, kv_TE.shape[0], int(limits_S is not None), lengths_S)
-    attend = functools.partial(_attend, kv_TE, sink_H, int(has_sink), scale * LOG2E, tiles, multiprocessors)
+    attend = functools.partial(_attend, kv_TE, sink_H, int(has_sink), scale * LOG2E, multiprocessors)
     whole, whole_parts, rest_parts = _plan(
-        queries, tiles, -(-indices_SK.shape[1] // programs.BLOCK), multiprocessors
+        queries, heads, -(-indices_SK.shape[1] // programs.BLOCK), multiprocessors
     )
     rows = (q_SHE, indices_SK, lengths_S, out_SHR, lse_SH)
     if whole == queries:
@@ -136,7 +135,6 @@ def _attend(
     sink_H: Tensor,
     has_sink: int,
     scale: float,
-    tiles: int,
     multiprocessors: int,
     parts: int,
     q_SHE: Tensor,
@@ -149,7 +147,7 @@ def _attend(
     queries, heads, rank = out_SHR.shape
     rope, dtype = q_SHE.shape[2] - rank, q_SHE.dtype
     rows = queries * parts
-    grid = min(rows * tiles, multiprocessors)
+    grid = min(rows * _tiles(heads), multiprocessors)
     attend = _entry("attend", heads, rank, rope, dtype, parts > 1)
     inputs = (q_SHE, kv_TE, indices_SK, lengths_S, grid, parts, sink_H)
     if parts == 1:
@@ -161,20 +159,27 @@ def _attend(
     _entry("combine", rank, dtype)(part_PHR, part_lse_PH, sink_H, has_sink, parts, out_SHR, lse_SH)
 
 
-def _plan(queries: int, tiles: int, blocks: int, multiprocessors: int) -> tuple[int, int, int]:
+def _plan(queries: int, heads: int, blocks: int, multiprocessors: int) -> tuple[int, int, int]:
     """How many queries go first, the thread blocks that share a list of theirs, and of the rest's.
 
-    4096 queries on 132 multiprocessors are 31 for each and 4 over, which would keep 4 of them busy for as long
-    again as one list takes. Sharing those lists costs two launches more, about eight blocks of 64 keys.
+    4096 queries of 64 heads on 132 multiprocessors are 31 for each and 4 over, which would keep 4 of them busy for
+    as long again as one list takes. Sharing those lists costs two launches more, about eight blocks of 64 keys. Up
+    to 32 heads, it gained nothing.
     """
+    tiles = _tiles(heads)
     rows = queries * tiles
     parts = _parts(rows, blocks, multiprocessors)
     over = rows % multiprocessors
-    if parts == 1 and over and over % tiles == 0 and rows > multiprocessors:
+    if heads > 32 and parts == 1 and over and over % tiles == 0 and rows > multiprocessors:
         shared = _parts(over, blocks, multiprocessors)
         if shared > 1 and _cost(over, blocks, multiprocessors, shared) + 8 < blocks + 3:
             return queries - over // tiles, 1, shared
     return queries, parts, 1
+
+
+def _tiles(heads: int) -> int:
+    """How many thread blocks take one query."""
+    return -(-heads // 64) if heads > 32 else 1
 
 
 @functools.cache
