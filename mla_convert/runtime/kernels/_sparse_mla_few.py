@@ -284,14 +284,10 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
 
     @T.macro
     def fill(KV, kv, place, index, tokens, thread, full, free):
-        """Producer: copy a block's rows, eight threads a row; one that is not valid becomes zeros, without a read.
-
-        Its first piece is free already: notes on the block were written after the wait for that.
-        """
+        """Producer: copy a block's rows, eight threads a row; one that is not valid becomes zeros, without a read."""
         column = thread % 8 * 8
         for u in each:
-            if u > 0:
-                T.barrier_wait(free[(place + u) % slots], ((place + u) // slots & 1) ^ 1)
+            T.barrier_wait(free[(place + u) % slots], ((place + u) // slots & 1) ^ 1)
             for r in T.unroll(4):
                 ok = (index[r] >= 0) & (index[r] < tokens)
                 source = T.if_then_else(ok, index[r], 0)
@@ -414,15 +410,14 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
                             at[s] = at[s] + BLOCK
                             # With one item at a time, consumers get the same number of blocks.
                             ends[s] = T.if_then_else(at[s] + (2 - items) * (1 - g) * BLOCK >= end[s], 1, 0)
-                            last = ends[s]
+                            describe(
+                                g * NOTES + number[g] % NOTES, number[g], place, ends[s], index, tokens, producer,
+                                note_sh, valid, holes, noted,
+                            )  # fmt: skip
                             if ends[s] != 0 and (items == 2 or g == 1):
                                 item[s] = item[s] + items * grid
                                 enter(s, Lengths, item, row, at, end, length, parts, grid, out_rows)
                             ask(s, Indices, index, item, row, at, end, out_rows, producer)
-                            describe(
-                                g * NOTES + number[g] % NOTES, number[g], place, last, index, tokens, producer,
-                                note_sh, valid, holes, noted,
-                            )  # fmt: skip
                             fill(KV, kv, place, index, tokens, producer, full, free)
                             if begins != 0 and g == s:
                                 T.barrier_wait(q_free[s], (loaded[s] & 1) ^ 1)
