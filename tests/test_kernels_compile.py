@@ -109,6 +109,24 @@ def test_a_barrier_in_a_divergent_branch_is_found() -> None:
     assert divergent_barriers(branch.replace(sync, "x = tl::AllReduce<tl::MaxOp, 8, 1>::run(x);")) == []
 
 
+def test_a_barrier_number_of_two_roles_is_found() -> None:
+    from mla_convert.runtime.kernels._common import shared_barriers
+
+    def kernel(first: str, second: str, third: str) -> str:
+        role = "if (((int)threadIdx.x) < {}) {{"
+        return (
+            f"{role.format(128)}\nfor (int i = 0; i < 3; ++i) {{\n{first}\n}}\n}} else {{\n"
+            f"{role.format(256)}\n{second}\n}} else {{\n{third}\n}}\n}}\n"
+        )
+
+    own = "tl::__sync_thread_partial({}, 128);".format
+    assert shared_barriers(kernel(own(3) + "\n" + own(3), own(4), own(5))) == []
+    assert len(shared_barriers(kernel(own(3), own(4), own(3)))) == 1
+    assert len(shared_barriers(kernel(own(3), own(4), own(4)))) == 1
+    both = "tl::__sync_thread_partial(10, 256);"
+    assert shared_barriers(kernel(both, both, own(5))) == []
+
+
 def test_dense_plan_and_combine() -> None:
     from mla_convert.runtime.kernels.dense_mla import combine_kernel, plan_kernel
 

@@ -47,10 +47,11 @@ def compiled(
                 configs[tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC] = True
             with _quiet_log(), _alone(key):
                 kernel = tilelang.compile(build(), target=TARGET, pass_configs=configs)
-            if found := divergent_barriers(kernel.get_kernel_source()):
+            source = kernel.get_kernel_source()
+            if found := divergent_barriers(source) + shared_barriers(source):
                 raise CannotError(
-                    f"TileLang {tilelang.__version__} placed a barrier where not all threads reach it: {found[0]}",
-                    hint="The kernel would hang, so it is not run. Use the backend 'reference'.",
+                    f"TileLang {tilelang.__version__} placed a barrier at which the kernel would hang: {found[0]}",
+                    hint="It is not run. Use the backend 'reference'.",
                 )
             _cache[key] = kernel
         return _cache[key]
@@ -92,6 +93,7 @@ def _quiet_log() -> Iterator[None]:
 
 
 _BARRIER = re.compile(r"__syncthreads\(|__sync_thread_partial\(|AllReduce<[\w:]+, (\d+),")
+_OWN_BARRIER = re.compile(r"__sync_thread_partial\((\d+), 128\)")
 _ROLE = re.compile(r"if \(\(+int\)threadIdx\.x\) < (128|256)\) \{|(\} )?else \{")
 
 
@@ -112,6 +114,27 @@ def divergent_barriers(source: str) -> list[str]:
             found += [f"line {number}: {line} inside {scope}" for scope in inside]
         if line.endswith("{"):
             scopes.append(line)
+    return found
+
+
+def shared_barriers(source: str) -> list[str]:
+    """Lines of CUDA with a barrier of one warpgroup, 128 threads, whose number another role of the kernel uses too.
+
+    TileLang numbers the barriers that it inserts. Two roles that wait at one number release each other: data is read
+    before it is there, and in the end one of them waits for ever.
+    """
+    found: list[str] = []
+    scopes: list[tuple[str, int]] = []
+    roles: dict[str, tuple[int, ...]] = {}
+    for number, line in enumerate(map(str.strip, source.splitlines()), 1):
+        if line.startswith("}") and scopes:
+            scopes.pop()
+        if barrier := _OWN_BARRIER.search(line):
+            role = tuple(start for scope, start in scopes if _ROLE.fullmatch(scope))
+            if roles.setdefault(barrier.group(1), role) != role:
+                found.append(f"line {number}: {line} of another role")
+        if line.endswith("{"):
+            scopes.append((line, number))
     return found
 
 
