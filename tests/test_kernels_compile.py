@@ -1,4 +1,7 @@
-"""Every kernel program compiles for Hopper without a GPU, and holds no barrier that only some threads reach."""
+"""Every kernel program compiles for Hopper without a GPU, and holds no barrier that only some threads reach.
+
+One variant of each, since a compilation takes up to a minute: the tests on a GPU compile the others.
+"""
 
 from __future__ import annotations
 
@@ -69,12 +72,12 @@ def test_the_queries_left_over_share_lists() -> None:
         assert whole == queries or (whole * 2 % 132 == 0 and parts == 1 and rest_parts > 1)
 
 
-@pytest.mark.parametrize("heads", [32, 64])
-def test_indexer_logits(heads: int) -> None:
+def test_indexer_logits() -> None:
+    """32 heads: what TileLang's own layout search does not come to the end of."""
     from mla_convert.runtime.kernels.indexer_logits import compile_for
 
-    kernel = compile_for(heads, 128, torch.bfloat16)
-    instructions(kernel, "64, 128, 16", "cp_async_gs_conditional<16>", f"head_sums<{heads}, 128>")
+    kernel = compile_for(32, 128, torch.bfloat16)
+    instructions(kernel, "64, 128, 16", "cp_async_gs_conditional<16>", "head_sums<32, 128>")
 
 
 def test_indexer_loss_target() -> None:
@@ -84,13 +87,12 @@ def test_indexer_loss_target() -> None:
     instructions(kernel, "64, 64, 16", "cp_async_gs_conditional<16>", "collect<64>", "sum_probabilities<64>")
 
 
-@pytest.mark.parametrize("slots", [False, True])
-def test_indexer_loss(slots: bool) -> None:
+def test_indexer_loss() -> None:
     from mla_convert.runtime.kernels.indexer_loss import compile_for
 
-    kernel = compile_for(64, 128, torch.bfloat16, slots)
-    adds = "mla_scatter<false>" if slots else "mla_scatter<true>"
-    instructions(kernel, "64, 64, 16, true", "cp_async_gs_conditional<16>", "warpgroup_reg_alloc<168>", adds)
+    kernel = compile_for(64, 128, torch.bfloat16, slots=False)
+    instructions(kernel, "64, 64, 16, true", "cp_async_gs_conditional<16>")
+    instructions(kernel, "warpgroup_reg_alloc<168>", "mla_scatter<true>")
 
 
 def test_a_barrier_in_a_divergent_branch_is_found() -> None:
@@ -131,35 +133,29 @@ def test_dense_plan_and_combine() -> None:
     from mla_convert.runtime.kernels.dense_mla import combine_kernel, plan_kernel
 
     instructions(plan_kernel(), "dense_mla_plan_kernel")
-    for warps in (1, 8):
-        instructions(combine_kernel(64, 512, torch.bfloat16, warps), "dense_mla_combine_kernel", "float4")
+    instructions(combine_kernel(64, 512, torch.bfloat16, 8), "dense_mla_combine_kernel", "float4")
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_dense_few_rows(fp8: bool) -> None:
+def test_dense_few_rows() -> None:
     from mla_convert.runtime.kernels.dense_mla import compile_for
 
-    kernel = compile_for(16, 512, 64, torch.bfloat16, fp8)
+    kernel = compile_for(16, 512, 64, torch.bfloat16, fp8=True)
     instructions(kernel, "64, 16, 16, true", "cp_async_gs_conditional<16>")
-    if fp8:
-        instructions(kernel, "__tl_cvt_fp8x2_to_float2", "warpgroup_reg_alloc<184>")
+    instructions(kernel, "__tl_cvt_fp8x2_to_float2", "warpgroup_reg_alloc<184>")
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_dense_many_rows(fp8: bool) -> None:
+def test_dense_many_rows() -> None:
     from mla_convert.runtime.kernels.dense_mla import compile_for
 
-    kernel = compile_for(64, 512, 64, torch.bfloat16, fp8)
+    kernel = compile_for(64, 512, 64, torch.bfloat16)
     instructions(kernel, "wgmma_rs<", "64, 256, 16", "cp_async_gs_conditional<16>")
 
 
-@pytest.mark.parametrize("slots", [False, True])
-def test_sparse_backward(slots: bool) -> None:
+def test_sparse_backward() -> None:
     from mla_convert.runtime.kernels.sparse_mla_backward import compile_for
 
-    kernel = compile_for(64, 512, 64, torch.bfloat16, slots)
-    adds = "mla_scatter<false>" if slots else "mla_scatter<true>"
-    instructions(kernel, "wgmma_ss<", "wgmma_rs<", "cp_async_gs_conditional<16>", adds)
+    kernel = compile_for(64, 512, 64, torch.bfloat16, slots=True)
+    instructions(kernel, "wgmma_ss<", "wgmma_rs<", "cp_async_gs_conditional<16>", "mla_scatter<false>")
 
 
 def test_sparse_backward_rows_and_sums() -> None:
@@ -181,7 +177,6 @@ def test_topk() -> None:
 
     kernel = compile_for("whole")
     instructions(kernel, "__launch_bounds__(512, 4)", "add.rn.f32", "__ballot_sync", "count_one(")
-    instructions(compile_for("part"), "Values[")
     instructions(compile_for("merge"), "Map[")
 
 

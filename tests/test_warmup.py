@@ -135,11 +135,9 @@ def test_a_compiler_that_is_killed() -> None:
 
 @needs_nvcc
 def test_kernels_land_in_the_cache(cache: Path) -> None:
-    wanted = [
-        Variant("lengths", sparse_mla.lengths_kernel),
-        Variant("top-k", partial(topk.compile_for, "few")),
-    ]
-    assert list(build(wanted, 2, SilentProgress())) == ["lengths", "top-k"]
+    merge = partial(sparse_mla.combine_kernel, 64, torch.float16)
+    wanted = [Variant("lengths", sparse_mla.lengths_kernel), Variant("merge", merge)]
+    assert list(build(wanted, 2, SilentProgress())) == ["lengths", "merge"]
     libraries = {path: path.stat().st_mtime_ns for path in cache.rglob("*.so")}
     assert len(libraries) == 2
     build(wanted, 1, SilentProgress())
@@ -160,7 +158,7 @@ def test_processes_that_start_together_compile_once(cache: Path, tmp_path: Path)
     shim, log = toolkit / "bin/nvcc", tmp_path / "log"
     shim.write_text(f'#!/bin/sh\ncase "$*" in *.cu*) echo compiled >> {log};; esac\nexec {nvcc} "$@"\n')
     shim.chmod(0o755)
-    code = "from mla_convert.runtime.kernels.topk import compile_for; compile_for('few')"
+    code = "from mla_convert.runtime.kernels.sparse_mla import lengths_kernel; lengths_kernel()"
     environment = {**os.environ, "CUDA_HOME": str(toolkit), "PATH": f"{shim.parent}:{os.environ['PATH']}"}
     processes = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(3)]
     assert [process.wait(300) for process in processes] == [0, 0, 0]
