@@ -128,8 +128,12 @@ class Source(ABC):
         """Plan ``combine``."""
 
     def plan_migrate(self, options: MegatronOptions, *, trust_shapes: bool) -> Planned:
-        """Plan ``migrate``."""
-        raise NotImplementedError(f"{self.kind} has no conventions to migrate")
+        """Plan ``migrate``.
+
+        Raises:
+            CannotError: Checkpoints of this kind have no conventions that changed.
+        """
+        raise _not_read(self.path, self.kind, "migrate")
 
     def whole(self, indexer_from: IndexerRows | None = None) -> Whole:
         """The inventory, seen as one checkpoint."""
@@ -260,11 +264,7 @@ def open_source(source: str | Path, command: str, progress: Progress) -> Source:
     path = cache_folder(asked) if asked else local_path(Path(source))
     kind = kind_of(hub.files) if hub else _kind_at(path)
     if kind not in SUPPORT[command]:
-        is_on_ranks = kind in _ON_RANKS and command != "migrate"
-        raise CannotError(
-            f"{source} is {kind}, which `{command}` does not read",
-            hint=_FOR_RANKS if is_on_ranks else f"it reads: {', '.join(sorted(SUPPORT[command]))}",
-        )
+        raise _not_read(source, kind, command)
     return _CLASSES.get(kind, SafetensorsSource)(kind, path, hub, progress)
 
 
@@ -273,6 +273,14 @@ _FOR_RANKS = (
     "`mla-convert reshard --layout` splits and combines on the way; `mla-convert reshard --tp 1` makes one checkpoint "
     "of it"
 )
+
+
+def _not_read(source: str | Path, kind: Kind, command: str) -> CannotError:
+    is_on_ranks = kind in _ON_RANKS and command != "migrate"
+    return CannotError(
+        f"{source} is {kind}, which `{command}` does not read",
+        hint=_FOR_RANKS if is_on_ranks else f"it reads: {', '.join(sorted(SUPPORT[command]))}",
+    )
 
 
 def kind_of(names: Iterable[str]) -> Kind:

@@ -87,3 +87,11 @@ def test_an_option_of_another_kind_is_refused(
         return
     with pytest.raises(UsageError, match=r"--norms, --indexer.* for torch_dist"):
         api.split(every[kind], tmp_path / "out", megatron=options)
+
+
+@pytest.mark.parametrize("kind", sorted(set(Kind) - SUPPORT["migrate"]))
+def test_a_source_opened_for_something_else_does_not_migrate(every: dict[Kind, Path], kind: Kind) -> None:
+    source = open_source(every[kind], "inspect", SilentProgress())
+    with pytest.raises(CannotError, match="which `migrate` does not read") as caught:
+        source.plan_migrate(MegatronOptions(), trust_shapes=False)
+    assert caught.value.hint == f"it reads: {Kind.TORCH_DIST}"
