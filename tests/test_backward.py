@@ -269,3 +269,15 @@ def test_loss_where_nothing_is_seen_or_unlisted_keys_are_nan() -> None:
     loss = indexer_loss(*poisoned, q, poisoned_kv, SCALE, indices=indices)
     torch.testing.assert_close(loss, indexer_loss(*index, q, kv, SCALE, indices=indices))
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, poisoned))
+
+
+def test_entries_in_the_order_of_their_tokens() -> None:
+    """What the deterministic kernels sum by: every valid entry once, under its token, in the lists' order."""
+    pytest.importorskip("tilelang", reason="TileLang is not installed (it is for Linux only)")
+    from mla_convert.runtime.kernels.sparse_mla_backward import entry_order
+
+    indices = torch.tensor([[2, -1, 0, 2], [5, 2, 0, 0], [1, 1, 7, 1]], dtype=torch.int32)
+    order, begin = entry_order(indices, torch.tensor([4, 3, 2], dtype=torch.int32), 6)
+    found = [order[begin[t] : begin[t + 1]].tolist() for t in range(6)]
+    assert found == [[2, 6], [8, 9], [0, 3, 5], [], [], [4]]
+    assert sorted(order.tolist()) == list(range(12))

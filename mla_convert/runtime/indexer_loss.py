@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -68,32 +69,25 @@ def indexer_loss(
     Returns:
         The loss, a scalar in float32 (float64 for float64). A query that sees no key adds nothing.
     """
-    run: LossAndGradients = loss_and_gradients
+    attention = MainAttention(
+        q_SHE.detach(),
+        (kv_TE.squeeze(1) if kv_TE.ndim == 3 else kv_TE).detach(),
+        scale,
+        indices_SK=None if indices is None else indices.flatten(1),
+        topk_length=topk_length,
+        starts=starts,
+        ends=ends,
+        lse_SH=None if lse is None else lse.detach(),
+        sum_over_ranks=sum_over_ranks,
+    )
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    run = loss_and_gradients
     if kernels:
         from mla_convert.runtime.kernels import indexer_loss as kernel
 
         run = kernel.loss_and_gradients
-
-    def compute(q_SIJ: Tensor, k_TJ: Tensor, weights_SI: Tensor, wanted: bool) -> Results:
-        return run(
-            q_SIJ,
-            k_TJ,
-            weights_SI,
-            q_SHE.detach(),
-            (kv_TE.squeeze(1) if kv_TE.ndim == 3 else kv_TE).detach(),
-            scale,
-            indices_SK=None if indices is None else indices.flatten(1),
-            topk_length=topk_length,
-            starts=starts,
-            ends=ends,
-            lse_SH=None if lse is None else lse.detach(),
-            sum_over_ranks=sum_over_ranks,
-            deterministic=torch.are_deterministic_algorithms_enabled()
-            if deterministic is None
-            else deterministic,
-            wanted=wanted,
-        )
-
+    compute = partial(run, attention=attention, deterministic=deterministic)
     loss: Tensor = _IndexerLoss.apply(q_SIJ, k_TJ, weights_SI, compute, reduction)  # type: ignore[no-untyped-call]
     return loss
 
@@ -102,32 +96,9 @@ Results = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 """The sum over queries, how many queries see a key, and gradients of the sum for q, k and weights (or none)."""
 
 
-class LossAndGradients(Protocol):
-    """``loss_and_gradients`` or ``kernels.indexer_loss.loss_and_gradients``."""
-
-    def __call__(
-        self,
-        q_SIJ: Tensor,
-        k_TJ: Tensor,
-        weights_SI: Tensor,
-        q_SHE: Tensor,
-        kv_TE: Tensor,
-        scale: float,
-        *,
-        indices_SK: Tensor | None,
-        topk_length: Tensor | None,
-        starts: Tensor | None,
-        ends: Tensor | None,
-        lse_SH: Tensor | None,
-        sum_over_ranks: Callable[[Tensor], Tensor] | None,
-        deterministic: bool,
-        wanted: bool,
-    ) -> Results: ...
-
-
 @dataclass(frozen=True, slots=True)
-class _Problem:
-    """Everything but what gets gradients; see ``indexer_loss``."""
+class MainAttention:
+    """What the indexer is compared with, and over which keys; see ``indexer_loss``."""
 
     q_SHE: Tensor
     kv_TE: Tensor
@@ -138,7 +109,6 @@ class _Problem:
     ends: Tensor | None
     lse_SH: Tensor | None
     sum_over_ranks: Callable[[Tensor], Tensor] | None
-    deterministic: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +133,10 @@ class _IndexerLoss(torch.autograd.Function):
         q_SIJ: Tensor,
         k_TJ: Tensor,
         weights_SI: Tensor,
-        compute: Callable[[Tensor, Tensor, Tensor, bool], Results],
+        compute: Callable[..., Results],
         reduction: Reduction,
     ) -> Tensor:
-        loss, counted, gradients = compute(q_SIJ, k_TJ, weights_SI, any(ctx.needs_input_grad))
+        loss, counted, gradients = compute(q_SIJ, k_TJ, weights_SI, wanted=any(ctx.needs_input_grad))
         share = (1 / counted.clamp(min=1) if reduction == "mean" else torch.ones_like(counted)).to(loss.dtype)
         ctx.save_for_backward(share, *gradients)
         ctx.dtypes = q_SIJ.dtype, k_TJ.dtype, weights_SI.dtype
@@ -187,40 +157,20 @@ def loss_and_gradients(
     q_SIJ: Tensor,
     k_TJ: Tensor,
     weights_SI: Tensor,
-    q_SHE: Tensor,
-    kv_TE: Tensor,
-    scale: float,
     *,
-    indices_SK: Tensor | None,
-    topk_length: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    lse_SH: Tensor | None,
-    sum_over_ranks: Callable[[Tensor], Tensor] | None,
+    attention: MainAttention,
     deterministic: bool,
     wanted: bool,
 ) -> Results:
     """The loss of ``indexer_loss`` before its reduction, some queries at a time, and gradients if ``wanted``."""
-    problem = _Problem(
-        q_SHE,
-        kv_TE,
-        scale,
-        indices_SK,
-        topk_length,
-        starts,
-        ends,
-        lse_SH,
-        sum_over_ranks,
-        deterministic,
-    )
     dtype, device = compute_dtype(q_SIJ.dtype), q_SIJ.device
     loss = torch.zeros((), dtype=dtype, device=device)
     counted = torch.zeros((), dtype=dtype, device=device)
     dq_SIJ, dw_SI = torch.zeros_like(q_SIJ), torch.zeros_like(weights_SI)
     dk_TJ = torch.zeros(k_TJ.shape, dtype=dtype, device=device)
-    for chunk in _chunks(problem, q_SIJ.shape[1], q_SIJ.shape[2]):
+    for chunk in _chunks(attention, q_SIJ.shape[1], q_SIJ.shape[2]):
         rows, valid_SC = chunk.rows, chunk.valid_SC
-        target_SC = _target(chunk, problem, dtype)
+        target_SC = _target(chunk, attention, dtype)
         keys = chunk.take(k_TJ)
         weights = weights_SI[rows].to(dtype)
         scores_SIC = _scores(q_SIJ[rows], keys, dtype).relu()
@@ -238,31 +188,31 @@ def loss_and_gradients(
             d_scores_SIC = d_scores_SIC.to(q_SIJ.dtype)
             del scores_SIC
             dq_SIJ[rows] = _product(d_scores_SIC, keys, dtype).to(dq_SIJ.dtype)
-            _add_key_gradients(dk_TJ, d_scores_SIC, q_SIJ[rows], chunk, dtype, problem.deterministic)
+            _add_key_gradients(dk_TJ, d_scores_SIC, q_SIJ[rows], chunk, dtype, deterministic)
     return loss, counted, (dq_SIJ, dk_TJ, dw_SI) if wanted else ()
 
 
-def _chunks(problem: _Problem, index_heads: int, index_dim: int) -> Iterator[_Chunk]:
-    queries, heads, width = problem.q_SHE.shape
-    tokens, device = problem.kv_TE.shape[0], problem.q_SHE.device
+def _chunks(attention: MainAttention, index_heads: int, index_dim: int) -> Iterator[_Chunk]:
+    queries, heads, width = attention.q_SHE.shape
+    tokens, device = attention.kv_TE.shape[0], attention.q_SHE.device
     if not tokens:
         return
-    if problem.indices_SK is not None:
-        entries = problem.indices_SK.shape[1]
+    if attention.indices_SK is not None:
+        entries = attention.indices_SK.shape[1]
         each = entries * (3 * (heads + index_heads) + width + 2 * index_dim)
         for rows in chunks(queries if entries else 0, each):
-            chosen_SK = problem.indices_SK[rows].long()
+            chosen_SK = attention.indices_SK[rows].long()
             valid_SK = (chosen_SK >= 0) & (chosen_SK < tokens)
-            if problem.topk_length is not None:
-                valid_SK &= torch.arange(entries, device=device) < problem.topk_length[rows, None]
+            if attention.topk_length is not None:
+                valid_SK &= torch.arange(entries, device=device) < attention.topk_length[rows, None]
             yield _Chunk(rows, chosen_SK.masked_fill(~valid_SK, 0), valid_SK)
         return
     first_S = torch.zeros(queries, dtype=torch.int64, device=device)
     last_S = torch.full_like(first_S, tokens)
-    if problem.starts is not None:
-        first_S = problem.starts.long().clamp(0, tokens)
-    if problem.ends is not None:
-        last_S = problem.ends.long().clamp(0, tokens)
+    if attention.starts is not None:
+        first_S = attention.starts.long().clamp(0, tokens)
+    if attention.ends is not None:
+        last_S = attention.ends.long().clamp(0, tokens)
     bounds = torch.stack((first_S, last_S)).cpu()  # keys that no query of a chunk sees are not looked at
     for rows in chunks(queries, 3 * tokens * (heads + index_heads)):
         keys = slice(int(bounds[0, rows].min()), int(bounds[1, rows].max()))
@@ -271,18 +221,18 @@ def _chunks(problem: _Problem, index_heads: int, index_dim: int) -> Iterator[_Ch
             yield _Chunk(rows, keys, (keys_C >= first_S[rows, None]) & (keys_C < last_S[rows, None]))
 
 
-def _target(chunk: _Chunk, problem: _Problem, dtype: torch.dtype) -> Tensor:
+def _target(chunk: _Chunk, attention: MainAttention, dtype: torch.dtype) -> Tensor:
     """The main attention's probabilities, summed over heads and normalised [queries, C]; 0 where not valid."""
-    scores_SHC = _scores(problem.q_SHE[chunk.rows], chunk.take(problem.kv_TE), dtype) * problem.scale
+    scores_SHC = _scores(attention.q_SHE[chunk.rows], chunk.take(attention.kv_TE), dtype) * attention.scale
     unseen_SC = ~chunk.valid_SC
     scores_SHC = scores_SHC.masked_fill_(unseen_SC[:, None], torch.finfo(dtype).min)
-    if problem.lse_SH is None:
+    if attention.lse_SH is None:
         p_SHC = scores_SHC.softmax(-1)
     else:
-        p_SHC = (scores_SHC - problem.lse_SH[chunk.rows, :, None].to(dtype)).exp_()
+        p_SHC = (scores_SHC - attention.lse_SH[chunk.rows, :, None].to(dtype)).exp_()
     total_SC = p_SHC.sum(1).masked_fill(unseen_SC, 0)
-    if problem.sum_over_ranks is not None:
-        total_SC = problem.sum_over_ranks(total_SC)
+    if attention.sum_over_ranks is not None:
+        total_SC = attention.sum_over_ranks(total_SC)
     return total_SC / total_SC.sum(-1, keepdim=True).clamp(min=torch.finfo(dtype).tiny)
 
 

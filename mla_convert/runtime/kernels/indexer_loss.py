@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mla_convert.errors import CannotError
+from mla_convert.runtime.indexer_loss import MainAttention, Results
 from mla_convert.runtime.kernels._common import DTYPES, as_int32, compiled, launchable, launcher, require
 from mla_convert.runtime.kernels._indexer_loss import loss_and_gradients as loss_program
 from mla_convert.runtime.kernels._indexer_loss_target import target as target_program
-from mla_convert.runtime.kernels.sparse_mla import lengths_kernel
-from mla_convert.runtime.kernels.sparse_mla_backward import sum_kernel
+from mla_convert.runtime.kernels.sparse_mla import list_lengths
+from mla_convert.runtime.kernels.sparse_mla_backward import entry_order, sum_kernel
 
 MAX_INDEX_HEADS = 64
 MAX_INDEX_DIM = 128
@@ -34,20 +35,12 @@ def loss_and_gradients(
     q_SIJ: Tensor,
     k_TJ: Tensor,
     weights_SI: Tensor,
-    q_SHE: Tensor,
-    kv_TE: Tensor,
-    scale: float,
     *,
-    indices_SK: Tensor | None,
-    topk_length: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    lse_SH: Tensor | None,
-    sum_over_ranks: Callable[[Tensor], Tensor] | None,
+    attention: MainAttention,
     deterministic: bool,
     wanted: bool,
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """The loss of ``runtime.indexer_loss.indexer_loss``, whose arguments these are, before its reduction.
+) -> Results:
+    """The loss of ``runtime.indexer_loss.indexer_loss``, whose arguments these hold, before its reduction.
 
     Targets, logits, and sums over heads and keys are float32; gradients of scores are rounded to q's dtype between
     two products.
@@ -65,6 +58,12 @@ def loss_and_gradients(
         CannotError: A size or dtype that the kernels do not take; ``unsupported`` says which.
         ValueError: Shapes that contradict each other.
     """
+    q_SHE, kv_TE, lse_SH, indices_SK = (
+        attention.q_SHE,
+        attention.kv_TE,
+        attention.lse_SH,
+        attention.indices_SK,
+    )
     (queries, index_heads, dim), tokens, device = q_SIJ.shape, k_TJ.shape[0], q_SIJ.device
     heads, main_width = q_SHE.shape[1:]
     for name, tensor, shape in (
@@ -73,9 +72,9 @@ def loss_and_gradients(
         ("the attention's q", q_SHE, (queries, heads, main_width)),
         ("the attention's kv", kv_TE, (tokens, main_width)),
         ("indices", indices_SK, (queries, *(() if indices_SK is None else indices_SK.shape[1:]))),
-        ("topk_length", topk_length, (queries,)),
-        ("starts", starts, (queries,)),
-        ("ends", ends, (queries,)),
+        ("topk_length", attention.topk_length, (queries,)),
+        ("starts", attention.starts, (queries,)),
+        ("ends", attention.ends, (queries,)),
         ("lse", lse_SH, (queries, heads)),
     ):
         fits = tensor is None or (tuple(tensor.shape) == shape and tensor.device == device)
@@ -96,10 +95,10 @@ def loss_and_gradients(
     dq_SIJ, dw_SI = torch.zeros_like(q_SIJ), torch.zeros_like(weights_SI)
     dk_TJ = torch.zeros(k_TJ.shape, dtype=torch.float32, device=device)
     if indices_SK is None:
-        lists = _ranges(starts, ends, queries, tokens, device)
+        lists = _ranges(attention.starts, attention.ends, queries, tokens, device)
         entries = tokens
     else:
-        lists = _given(indices_SK, topk_length)
+        lists = _given(indices_SK, attention.topk_length)
         entries = indices_SK.shape[1]
     step = max(1, WORKSPACE_BYTES // max(1, 4 * entries * max(tiles + 3, width if slots else 0)))
     targets = _entry("target", heads, padded, q_SHE.dtype)
@@ -108,20 +107,23 @@ def loss_and_gradients(
         for first in range(0, queries if tokens and entries else 0, step):
             rows = slice(first, min(first + step, queries))
             listed_SK, limits_S = lists(rows)
-            lengths_S = _lengths(listed_SK, limits_S, tokens)
+            lengths_S = list_lengths(listed_SK, limits_S, tokens)
             counted += (lengths_S > 0).sum()
             parts = torch.zeros(tiles, *listed_SK.shape, dtype=torch.float32, device=device)
-            targets(q_SHE[rows], kv_TE, listed_SK, lengths_S, lse_SH[rows], int(has_lse), scale, parts)
+            targets(
+                q_SHE[rows], kv_TE, listed_SK, lengths_S, lse_SH[rows], int(has_lse), attention.scale, parts
+            )
             target_SK = parts[0] if tiles == 1 else parts.sum(0)
-            if sum_over_ranks is not None:
-                target_SK = launchable(sum_over_ranks(target_SK))
+            if attention.sum_over_ranks is not None:
+                target_SK = launchable(attention.sum_over_ranks(target_SK))
             dk = torch.empty(listed_SK.numel(), width, dtype=torch.float32, device=device) if slots else dk_TJ
             losses(
                 q_SIJ[rows], k_TJ, weights_SI[rows], listed_SK, lengths_S, target_SK, int(wanted),
                 torch.empty_like(target_SK), loss_S[rows], dq_SIJ[rows], dw_SI[rows], dk,
             )  # fmt: skip
             if slots:
-                _sum_slots(dk, listed_SK, lengths_S, dk_TJ)
+                order, begin = entry_order(listed_SK, lengths_S, tokens)
+                _entry("sum", width, 1)(dk, order, begin, entries, dk_TJ)
     return loss_S.sum(), counted, (dq_SIJ[..., :dim], dk_TJ[:, :dim], dw_SI) if wanted else ()
 
 
@@ -150,28 +152,9 @@ def _ranges(
     return lambda rows: (keys_T + first_S[rows, None], counts_S[rows])
 
 
-def _lengths(indices_SK: Tensor, limits_S: Tensor | None, tokens: int) -> Tensor:
-    lengths_S = torch.empty(indices_SK.shape[0], dtype=torch.int32, device=indices_SK.device)
-    limits = lengths_S if limits_S is None else limits_S
-    _entry("lengths")(indices_SK, limits, tokens, int(limits_S is not None), lengths_S)
-    return lengths_S
-
-
-def _sum_slots(slots: Tensor, indices_SK: Tensor, lengths_S: Tensor, dk_TJ: Tensor) -> None:
-    """Add the entries' gradients to their keys' rows, in the entries' order."""
-    tokens, entries = dk_TJ.shape[0], indices_SK.shape[1]
-    positions_K = torch.arange(entries, device=slots.device)
-    valid_SK = (indices_SK >= 0) & (indices_SK < tokens) & (positions_K < lengths_S[:, None])
-    sorted_tokens, order = torch.where(valid_SK, indices_SK, tokens).flatten().sort(stable=True)
-    every_token = torch.arange(tokens + 1, dtype=torch.int32, device=slots.device)
-    begin = torch.searchsorted(sorted_tokens, every_token)
-    _entry("sum", dk_TJ.shape[1], 1)(slots, order, begin, entries, dk_TJ)
-
-
 @functools.cache
 def _entry(what: str, *key: Any) -> Callable[..., None]:
     builders: dict[str, Callable[..., Any]] = {
-        "lengths": lengths_kernel,
         "target": target_kernel,
         "loss": compile_for,
         "sum": sum_kernel,

@@ -115,9 +115,7 @@ def _launch(
     """Run the kernels on tensors of native sizes, all of them packed, on the current device."""
     queries, heads, _ = out_SHR.shape
     multiprocessors = _multiprocessors(q_SHE.device)
-    lengths_S = torch.empty(queries, dtype=torch.int32, device=q_SHE.device)
-    limits = lengths_S if limits_S is None else limits_S
-    _entry("lengths")(indices_SK, limits, kv_TE.shape[0], int(limits_S is not None), lengths_S)
+    lengths_S = list_lengths(indices_SK, limits_S, kv_TE.shape[0])
     attend = functools.partial(_attend, kv_TE, sink_H, int(has_sink), scale * LOG2E, multiprocessors)
     whole, whole_parts, rest_parts = _plan(
         queries, heads, -(-indices_SK.shape[1] // programs.BLOCK), multiprocessors
@@ -247,6 +245,17 @@ def compile_for(heads: int, rank: int, rope: int, dtype: torch.dtype, split: boo
         safe_access=False,
         insert_barriers=False,
     )
+
+
+def list_lengths(indices_SK: Tensor, limits_S: Tensor | None, tokens: int) -> Tensor:
+    """Where each list ends, int32 [S]: behind its last valid entry, at ``limits_S`` at the latest.
+
+    Both are int32 and packed, on the current device.
+    """
+    lengths_S = torch.empty(indices_SK.shape[0], dtype=torch.int32, device=indices_SK.device)
+    limits = lengths_S if limits_S is None else limits_S
+    _entry("lengths")(indices_SK, limits, tokens, int(limits_S is not None), lengths_S)
+    return lengths_S
 
 
 def lengths_kernel() -> Any:

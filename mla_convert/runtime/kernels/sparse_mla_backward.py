@@ -24,7 +24,7 @@ from mla_convert.runtime.kernels._common import (
 )
 from mla_convert.runtime.kernels._sparse_mla_backward import backward
 from mla_convert.runtime.kernels._sparse_mla_backward_rows import prepare, sum_slots
-from mla_convert.runtime.kernels.sparse_mla import lengths_kernel
+from mla_convert.runtime.kernels.sparse_mla import list_lengths
 from mla_convert.runtime.kernels.sparse_mla import unsupported as forward_unsupported
 
 MAX_ROPE = 64
@@ -154,7 +154,7 @@ def _atomic(
     """dq, and dkv in float32, which every thread block adds to."""
     dq_SHE = torch.empty_like(q_SHE)
     dkv_TE = torch.zeros(kv_TE.shape, dtype=torch.float32, device=kv_TE.device)
-    lengths_S = _lengths(indices_SK, limits_S, kv_TE.shape[0])
+    lengths_S = list_lengths(indices_SK, limits_S, kv_TE.shape[0])
     _main(q_SHE, d_out_SHR.shape[2], slots=False)(
         q_SHE, kv_TE, indices_SK, lengths_S, d_out_SHR, terms.lse2_SH, terms.share_SH, terms.offset_SH, scale,
         dq_SHE, dkv_TE,
@@ -176,19 +176,15 @@ def _deterministic(
     tiles = -(-heads // 64)
     dq_SHE = torch.empty_like(q_SHE)
     dkv_TE = torch.zeros(kv_TE.shape, dtype=torch.float32, device=kv_TE.device)
-    lengths_S = _lengths(indices_SK, limits_S, tokens)
+    lengths_S = list_lengths(indices_SK, limits_S, tokens)
     step = min(queries, max(1, SLOT_BYTES // (4 * width * entries * tiles)))
     wave = max(1, torch.cuda.get_device_properties(q_SHE.device).multi_processor_count // tiles)
     step = step // wave * wave if wave <= step < queries else step
     slots = torch.empty(step * tiles * entries, width, dtype=torch.float32, device=kv_TE.device)
-    positions_K = torch.arange(entries, device=q_SHE.device)
-    every_token = torch.arange(tokens + 1, dtype=torch.int32, device=q_SHE.device)
     for first in range(0, queries, step):
         rows = slice(first, min(first + step, queries))
         chosen_SK = indices_SK[rows]
-        valid_SK = (chosen_SK >= 0) & (chosen_SK < tokens) & (positions_K < lengths_S[rows, None])
-        sorted_tokens, order = torch.where(valid_SK, chosen_SK, tokens).flatten().sort(stable=True)
-        begin = torch.searchsorted(sorted_tokens, every_token)
+        order, begin = entry_order(chosen_SK, lengths_S[rows], tokens)
         _main(q_SHE, d_out_SHR.shape[2], slots=True)(
             q_SHE[rows], kv_TE, chosen_SK, lengths_S[rows], d_out_SHR[rows], terms.lse2_SH[rows],
             terms.share_SH[rows], terms.offset_SH[rows], scale, dq_SHE[rows], slots,
@@ -197,11 +193,18 @@ def _deterministic(
     return dq_SHE, dkv_TE
 
 
-def _lengths(indices_SK: Tensor, limits_S: Tensor | None, tokens: int) -> Tensor:
-    lengths_S = torch.empty(indices_SK.shape[0], dtype=torch.int32, device=indices_SK.device)
-    limits = lengths_S if limits_S is None else limits_S
-    _entry("lengths")(indices_SK, limits, tokens, int(limits_S is not None), lengths_S)
-    return lengths_S
+def entry_order(indices_SK: Tensor, lengths_S: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """The entries of all lists by the token they name, and where each token's begin: what ``sum_kernel`` takes.
+
+    Returns:
+        order int64 [S * K]: positions in ``indices_SK``, flattened; those that name one token keep their order, those
+        that are not valid are last. begin int64 [T + 1]: token t has order[begin[t]:begin[t + 1]].
+    """
+    positions_K = torch.arange(indices_SK.shape[1], device=indices_SK.device)
+    valid_SK = (indices_SK >= 0) & (indices_SK < tokens) & (positions_K < lengths_S[:, None])
+    sorted_tokens, order = torch.where(valid_SK, indices_SK, tokens).flatten().sort(stable=True)
+    every_token = torch.arange(tokens + 1, dtype=torch.int32, device=indices_SK.device)
+    return order, torch.searchsorted(sorted_tokens, every_token)
 
 
 def _main(q_SHE: Tensor, rank: int, *, slots: bool) -> Callable[..., None]:
@@ -211,7 +214,6 @@ def _main(q_SHE: Tensor, rank: int, *, slots: bool) -> Callable[..., None]:
 @functools.cache
 def _entry(what: str, *key: Any) -> Callable[..., None]:
     builders: dict[str, Callable[..., Any]] = {
-        "lengths": lengths_kernel,
         "prepare": prepare_kernel,
         "main": compile_for,
         "sum": sum_kernel,
