@@ -18,11 +18,10 @@ from typing import TypeVar
 from mla_convert import output_folder, storage
 from mla_convert.catalogue import OtherFile, SourceFile
 from mla_convert.errors import BadInputError, HubError, InterruptedRunError, LocalIOError, UsageError
+from mla_convert.formats.folder import Folder, is_skipped
 from mla_convert.formats.huggingface import (
     CONFIG_NAMES,
     INDEX_SUFFIX,
-    Folder,
-    is_skipped,
     parse_rank_folder,
 )
 from mla_convert.formats.safetensors import MAX_HEADER_LENGTH, SafetensorsHeader, parse_header

@@ -18,10 +18,10 @@ from mla_convert.catalogue import Catalogue, OtherFile, SourceFile
 from mla_convert.combining import CombineOptions, plan_combine
 from mla_convert.errors import BadInputError, CannotError, UsageError
 from mla_convert.formats.deepseek import parse_rank_file
+from mla_convert.formats.folder import Folder
 from mla_convert.formats.huggingface import (
     INDEX_SUFFIX,
     MANIFEST_NAME,
-    Folder,
     folder_of,
     no_such_path,
     open_checkpoint,

@@ -15,8 +15,8 @@ from typing import Any
 from mla_convert.catalogue import Catalogue, JsonFile, SourceFile, SourceTensor
 from mla_convert.errors import BadInputError
 from mla_convert.formats.deepseek import DEFAULT_STEM, from_deepseek, parse_rank_file, rank_file
+from mla_convert.formats.folder import Folder
 from mla_convert.formats.huggingface import (
-    Folder,
     folder_of,
     open_checkpoint,
     other_files,
