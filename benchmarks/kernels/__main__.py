@@ -3,8 +3,8 @@
     python -m benchmarks.kernels [--only PART,...] [--rows PATTERN] [--flashmla LIBRARY] [--results FILE] [--json FILE]
 
 Needs a Hopper GPU. Prints one table: time, TFLOP/s or TB/s and their share of the ceiling measured in the same run, the
-ratio to each baseline, errors and goals. Times are the median over CUDA events, after warm-up, in one process, of as
-many calls in a row as take about a millisecond. Exit code 0 if every row was measured, 1 if not, 4 without such a GPU,
+ratio to each baseline, errors and goals. Times are the median over CUDA events, after warm-up, in one process; a row
+and its baselines take turns. Exit code 0 if every row was measured, 1 if not, 4 without such a GPU,
 130 if interrupted (Ctrl-C), with the table of the rows until then.
 """
 

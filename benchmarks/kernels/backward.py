@@ -23,12 +23,12 @@ from benchmarks.kernels.common import (
     SCALE,
     TOPK,
     WIDTH,
-    Baseline,
     Case,
     Goal,
     Measurement,
+    Rival,
     cosine_error,
-    median_ms,
+    measured,
 )
 from benchmarks.kernels.sparse import QUERIES, TOKENS, lists
 
@@ -100,8 +100,6 @@ def sparse_row(
     def run_torch(rows: slice) -> tuple[Tensor, Tensor]:
         return torch_backward(q[rows], kv, indices[rows], out[rows], lse[rows], d_out[rows])
 
-    ms = median_ms(lambda: run(slice(None)))
-    torch_ms = median_ms(lambda: run_torch(slice(None)), seconds=0)
     some = slice(0, SAMPLE)
     wide = (q[some].double(), kv.double(), indices[some], SCALE)
     exact = reference.sparse_mla(*wide, d_v=RANK)
@@ -110,11 +108,11 @@ def sparse_row(
     def errors(got: tuple[Tensor, Tensor]) -> dict[str, float]:
         return {what: cosine_error(g, w) for what, g, w in zip(("dq", "dkv"), got, want[:2], strict=True)}
 
-    return Measurement(
-        ms,
+    return measured(
+        lambda: run(slice(None)),
         errors(run(some)),
         flop=BACKWARD_FLOP * heads * int((indices >= 0).sum()),
-        baselines={"torch": Baseline(torch_ms, max(errors(run_torch(some)).values()))},
+        beside={"torch": Rival(lambda: run_torch(slice(None)), max(errors(run_torch(some)).values()))},
     )
 
 
@@ -145,17 +143,16 @@ def loss_row(*, selected: bool, deterministic: bool) -> Measurement:
     index = (index_q, index_k, weights)
     wide = [x.double() for x in index]
     everything, some = slice(None), slice(queries - SAMPLE, queries)
-    ms = median_ms(lambda: run(everything, *index, kernels=True))
-    torch_ms = median_ms(lambda: run(everything, *index, kernels=False), seconds=0)
     want = run(some, *wide, kernels=False)
 
     def errors(got: tuple[Tensor, ...]) -> dict[str, float]:
         return {what: cosine_error(g, w) for what, g, w in zip(("dq", "dk", "dw"), got, want, strict=True)}
 
     pairs = queries * TOPK if selected else queries * (queries + 1) // 2
-    return Measurement(
-        ms,
+    torch_error = max(errors(run(some, *index, kernels=False)).values())
+    return measured(
+        lambda: run(everything, *index, kernels=True),
         errors(run(some, *index, kernels=True)),
         flop=2 * (LOSS_HEADS * WIDTH + 4 * INDEXER_HEADS * INDEXER_DIM) * pairs,
-        baselines={"torch": Baseline(torch_ms, max(errors(run(some, *index, kernels=False)).values()))},
+        beside={"torch": Rival(lambda: run(everything, *index, kernels=False), torch_error)},
     )

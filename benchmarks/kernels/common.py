@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -29,6 +29,14 @@ class Baseline:
     """What a row is set beside. ``error`` is the largest of its errors; None where it does other work."""
 
     ms: float
+    error: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A baseline that is still to be timed."""
+
+    call: Callable[[], object]
     error: float | None = None
 
 
@@ -111,16 +119,43 @@ class Row:
     failure: str | None = None
 
 
-def median_ms(call: Callable[[], object], seconds: float = 0.1) -> float:
-    """Median time of a call by CUDA events: two calls to warm up, then at least five samples for ``seconds``.
+ROUNDS = 3
+ROUND_MS = 40
 
-    A sample is the mean of calls in a row, as many as make up a millisecond.
+
+def measured(
+    call: Callable[[], object],
+    errors: dict[str, float],
+    *,
+    flop: float | None = None,
+    bytes_read: float | None = None,
+    beside: Mapping[str, Rival] | None = None,
+) -> Measurement:
+    """Times the call and those beside it."""
+    beside = beside or {}
+    ms, *others = medians_ms([call, *(rival.call for rival in beside.values())])
+    baselines = {
+        name: Baseline(other, rival.error)
+        for (name, rival), other in zip(beside.items(), others, strict=True)
+    }
+    return Measurement(ms, errors, flop, bytes_read, baselines)
+
+
+def medians_ms(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Median time of each call by CUDA events.
+
+    The calls take turns, so that a clock that drifts drifts for all of them: in each of three rounds a call runs for
+    40 ms, and at least twice. A sample is the mean of calls in a row, as many as make up a millisecond.
     """
-    call()
-    once = _sample_ms(call, 1)
-    calls = max(1, min(50, int(1 / once)))
-    samples = max(5, min(50, int(seconds * 1e3 / (once * calls))))
-    return statistics.median(_sample_ms(call, calls) for _ in range(samples))
+    samples: list[list[float]] = [[] for _ in calls]
+    for _ in range(ROUNDS):
+        for call, found in zip(calls, samples, strict=True):
+            call()
+            once = _sample_ms(call, 1)
+            in_a_row = max(1, min(50, int(1 / once)))
+            count = max(2, min(40, int(ROUND_MS / (once * in_a_row))))
+            found += [_sample_ms(call, in_a_row) for _ in range(count)]
+    return [statistics.median(found) for found in samples]
 
 
 def _sample_ms(call: Callable[[], object], calls: int) -> float:
@@ -146,9 +181,9 @@ def in_graph(call: Callable[[], object]) -> Callable[[], object]:
 def ceilings() -> Ceilings:
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    copy = 2 * source.numel() / median_ms(lambda: target.copy_(source)) / 1e9
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    return Ceilings(copy, 2 * 8192**3 / median_ms(lambda: a @ b) / 1e9)
+    copy_ms, product_ms = medians_ms([lambda: target.copy_(source), lambda: a @ b])
+    return Ceilings(2 * source.numel() / copy_ms / 1e9, 2 * 8192**3 / product_ms / 1e9)
 
 
 def sampled(count: int) -> Tensor:

@@ -23,13 +23,13 @@ from benchmarks.kernels.common import (
     SCALE,
     TOPK,
     WIDTH,
-    Baseline,
     Case,
     Goal,
     Measurement,
+    Rival,
     cosine_error,
     in_graph,
-    median_ms,
+    measured,
 )
 
 PAGE = 64
@@ -107,29 +107,27 @@ def decode_row(
         rows = int(lengths.sum())
         seen = rows * tokens - batch * tokens * (tokens - 1) // 2
     wrap = in_graph if graph else lambda call: call
-    ms = median_ms(wrap(lambda: decode_mla(q, held, **options)))
 
     some = sorted({0, batch - 1})
     chosen = {key: x[some] if isinstance(x, Tensor) else x for key, x in options.items()}
     want, _ = reference(q[some].double(), held if fp8 else cache.double(), **chosen)
 
-    baselines = {}
+    beside: dict[str, Rival] = {}
     if not (sparse or mixed or fp8):
         near = cache[table.long()].view(batch, context, WIDTH)
-        torch_ms = median_ms(wrap(lambda: torch_decode(q, near)))
         error = None if tokens > 1 else cosine_error(torch_decode(q[some], near[some]), want)
-        baselines["torch"] = Baseline(torch_ms, error)
+        beside["torch"] = Rival(wrap(lambda: torch_decode(q, near)), error)
     if sparse == fp8:
         make = flashmla.sparse_decode if sparse else flashmla.dense_decode
-        baselines |= flashmla.baseline(
+        beside |= flashmla.rival(
             lambda: make(q, held, options), lambda out: cosine_error(out[some][:, :, :heads], want), wrap
         )
-    return Measurement(
-        ms,
+    return measured(
+        wrap(lambda: decode_mla(q, held, **options)),
         {"out": cosine_error(decode_mla(q, held, **options)[0][some], want)},
         flop=FORWARD_FLOP * heads * seen,
         bytes_read=rows * (FP8_ROW if fp8 else BF16_ROW),
-        baselines=baselines,
+        beside=beside,
     )
 
 

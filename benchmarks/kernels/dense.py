@@ -6,11 +6,12 @@ head), keys and values expanded beforehand: other work with the same result, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
 
 from benchmarks.kernels import flashmla
 from benchmarks.kernels.common import (
@@ -18,12 +19,12 @@ from benchmarks.kernels.common import (
     RANK,
     SCALE,
     WIDTH,
-    Baseline,
     Case,
     Goal,
     Measurement,
+    Rival,
     cosine_error,
-    median_ms,
+    measured,
     sampled,
 )
 from benchmarks.kernels.decode import PAGE
@@ -45,30 +46,29 @@ def dense_row(*, queries: int, context: int, heads: int) -> Measurement:
 
     q = torch.randn(queries, heads, WIDTH, device="cuda", dtype=torch.bfloat16)
     kv = torch.randn(context, WIDTH, device="cuda", dtype=torch.bfloat16)
-    ms = median_ms(lambda: dense_mla(q, kv, SCALE, d_v=RANK))
     some = sampled(queries)
     ends = some + context - queries + 1
     want, _ = reference.dense_mla(q[some].double(), kv.double(), SCALE, ends=ends, d_v=RANK)
-    baselines = {"torch": Baseline(multi_head_ms(queries, heads))} if queries == context else {}
+    beside = {"torch": Rival(multi_head(queries, heads))} if queries == context else {}
     options = {
         "cache_seqlens": torch.tensor([context], device="cuda", dtype=torch.int32),
         "block_table": torch.arange(context // PAGE, device="cuda", dtype=torch.int32)[None],
         "causal": True,
     }
-    baselines |= flashmla.baseline(
+    beside |= flashmla.rival(
         lambda: flashmla.dense_decode(q[None], kv.view(-1, PAGE, 1, WIDTH), options),
         lambda out: cosine_error(out[0][some], want),
     )
     pairs = sum(range(context - queries + 1, context + 1))
-    return Measurement(
-        ms,
+    return measured(
+        lambda: dense_mla(q, kv, SCALE, d_v=RANK),
         {"out": cosine_error(dense_mla(q, kv, SCALE, d_v=RANK)[0][some], want)},
         flop=FORWARD_FLOP * heads * pairs,
-        baselines=baselines,
+        beside=beside,
     )
 
 
-def multi_head_ms(queries: int, heads: int) -> float:
+def multi_head(queries: int, heads: int) -> Callable[[], Tensor]:
     q, k = (torch.randn(1, heads, queries, 192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     v = torch.randn(1, heads, queries, 128, device="cuda", dtype=torch.bfloat16)
-    return median_ms(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+    return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)

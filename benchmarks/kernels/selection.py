@@ -18,13 +18,13 @@ from benchmarks.kernels.common import (
     INDEXER_DIM,
     INDEXER_HEADS,
     TOPK,
-    Baseline,
     Case,
     Goal,
     Measurement,
+    Rival,
     cosine_error,
     in_graph,
-    median_ms,
+    measured,
     sampled,
 )
 
@@ -99,25 +99,30 @@ def logits_row(queries: int, keys: int, fp8: bool, heads: int = INDEXER_HEADS) -
         seen = ~want.isneginf()
         return cosine_error(got[seen], want[seen])
 
-    baselines = {}
+    beside: dict[str, Rival] = {}
     if queries <= 8192:
-        torch_ms = median_ms(wrapped(queries, lambda: torch_indexer(q, k, weights, ends)))
         exact = reference.indexer_logits(
             q[some].double(), k.double(), weights[some].double(), ends=ends[some]
         )
         got = torch_indexer(q[some], k, weights[some], ends[some])
-        baselines["torch"] = Baseline(torch_ms, error(got, exact))
+        unscaled = (q, k)
+        call = wrapped(queries, lambda: torch_indexer(*unscaled, weights, ends))
+        beside["torch"] = Rival(call, error(got, exact))
     options: dict[str, Tensor] = {}
     if fp8:
         q, options["q_scale"] = reference.quantise_rows(q)
         k, options["k_scale"] = reference.quantise_rows(k)
-    ms = median_ms(wrapped(queries, lambda: indexer_logits(q, k, weights, ends=ends, **options)))
     wide = {name: scale.double() for name, scale in options.items()}
     if fp8:
         wide["q_scale"] = wide["q_scale"][some]
     want = reference.indexer_logits(q[some].double(), k.double(), weights[some], ends=ends[some], **wide)
     got = indexer_logits(q, k, weights, ends=ends, **options)[some]
-    return Measurement(ms, {"logits": error(got, want)}, flop=indexer_flop(ends, heads), baselines=baselines)
+    return measured(
+        wrapped(queries, lambda: indexer_logits(q, k, weights, ends=ends, **options)),
+        {"logits": error(got, want)},
+        flop=indexer_flop(ends, heads),
+        beside=beside,
+    )
 
 
 def topk_row(queries: int, keys: int, kind: str) -> Measurement:
@@ -132,16 +137,14 @@ def topk_row(queries: int, keys: int, kind: str) -> Measurement:
         logits.zero_()
     elif kind == "causal":
         ends = torch.arange(1, queries + 1, dtype=torch.int32, device="cuda") * (keys // queries)
-    ms = median_ms(wrapped(queries, lambda: select_topk(logits, TOPK, ends=ends)))
-    torch_ms = median_ms(wrapped(queries, lambda: torch.topk(logits, TOPK, sorted=False)))
     some = sampled(queries)
     got = select_topk(logits, TOPK, ends=ends)[some]
     want = reference.select_topk(logits[some], TOPK, ends=None if ends is None else ends[some])
-    return Measurement(
-        ms,
+    return measured(
+        wrapped(queries, lambda: select_topk(logits, TOPK, ends=ends)),
         {"keys": float((got != want).double().mean())},
         bytes_read=4 * (logits.numel() if ends is None else int(ends.long().sum())),
-        baselines={"torch": Baseline(torch_ms)},
+        beside={"torch": Rival(wrapped(queries, lambda: torch.topk(logits, TOPK, sorted=False)))},
     )
 
 
@@ -150,11 +153,14 @@ def select_row(queries: int, keys: int) -> Measurement:
     from mla_convert.runtime.kernels.indexer_select import indexer_select
 
     q, k, weights, ends = indexer_inputs(queries, keys)
-    ms = median_ms(wrapped(queries, lambda: indexer_select(q, k, weights, TOPK, ends=ends)))
     some = sampled(queries)
     chosen = indexer_select(q, k, weights, TOPK, ends=ends)[some]
     logits = reference.indexer_logits(q[some].double(), k.double(), weights[some], ends=ends[some])
     found = reference.selection_agreement(logits, chosen, reference.select_topk(logits, TOPK), 1e-3)
     if not found.agrees:
         raise RuntimeError(f"selected keys differ by {found.worst_gap:.1e} in their logits")
-    return Measurement(ms, {"keys": found.missed / found.expected}, flop=indexer_flop(ends))
+    return measured(
+        wrapped(queries, lambda: indexer_select(q, k, weights, TOPK, ends=ends)),
+        {"keys": found.missed / found.expected},
+        flop=indexer_flop(ends),
+    )

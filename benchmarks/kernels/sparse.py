@@ -21,13 +21,13 @@ from benchmarks.kernels.common import (
     SCALE,
     TOPK,
     WIDTH,
-    Baseline,
     Case,
     Goal,
     Measurement,
+    Rival,
     cosine_error,
     in_graph,
-    median_ms,
+    measured,
     sampled,
 )
 
@@ -99,20 +99,19 @@ def sparse_row(
     kv = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, device="cuda")
     indices = lists(queries, topk, causal)
     wrap = in_graph if graph else lambda call: call
-    ms = median_ms(wrap(lambda: sparse_mla(q, kv, indices, SCALE, d_v=RANK)))
     some = sampled(queries)
     want, _ = reference.sparse_mla(q[some].double(), kv.double(), indices[some], SCALE, d_v=RANK)
-    torch_ms = median_ms(wrap(lambda: torch_sparse(q, kv, indices)))
-    baselines = {"torch": Baseline(torch_ms, cosine_error(torch_sparse(q[some], kv, indices[some]), want))}
-    baselines |= flashmla.baseline(
+    torch_error = cosine_error(torch_sparse(q[some], kv, indices[some]), want)
+    beside = {"torch": Rival(wrap(lambda: torch_sparse(q, kv, indices)), torch_error)}
+    beside |= flashmla.rival(
         lambda: flashmla.sparse_prefill(q, kv, indices),
         lambda out: cosine_error(out[some][:, :heads], want),
         wrap,
     )
     got = sparse_mla(q, kv, indices, SCALE, d_v=RANK)[0][some]
-    return Measurement(
-        ms,
+    return measured(
+        wrap(lambda: sparse_mla(q, kv, indices, SCALE, d_v=RANK)),
         {"out": cosine_error(got, want)},
         flop=FORWARD_FLOP * heads * int((indices >= 0).sum()),
-        baselines=baselines,
+        beside=beside,
     )
