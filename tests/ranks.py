@@ -1,4 +1,4 @@
-"""Runs a function of a test module in several processes that form a process group over gloo."""
+"""Runs a function of a test module in several processes that form a process group, over gloo or over NCCL."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from typing import Any
 TESTS = Path(__file__).parent
 
 
-def run_ranks(module: str, function: str, world: int, *arguments: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(
+    module: str, function: str, world: int, *arguments: Any, timeout: float = 120, backend: str = "gloo"
+) -> list[Any]:
     """What ``module.function(*arguments)`` returns on each of ``world`` ranks; an error of one is an error here."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "call").write_bytes(pickle.dumps((module, function, arguments)))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        words = [sys.executable, __file__, folder, str(world)]
+        words = [sys.executable, __file__, folder, backend, str(world)]
         ranks = [
             subprocess.Popen([*words, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
             for rank in range(world)
@@ -36,12 +38,12 @@ def run_ranks(module: str, function: str, world: int, *arguments: Any, timeout: 
         return [pickle.loads((Path(folder) / f"result-{rank}").read_bytes()) for rank in range(world)]
 
 
-def _main(folder: Path, world: int, rank: int) -> None:
+def _main(folder: Path, backend: str, world: int, rank: int) -> None:
     import torch.distributed as dist
 
     module, function, arguments = pickle.loads((folder / "call").read_bytes())
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{folder}/rendezvous",
         world_size=world,
         rank=rank,
@@ -54,4 +56,4 @@ def _main(folder: Path, world: int, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    _main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

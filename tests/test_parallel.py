@@ -71,9 +71,9 @@ def _errors(case: tuple[Any, ...], parallel: Parallel) -> dict[str, float]:
     output, want = _expected(name, shape)
     block = make(AbsorbedMLA if kind == "absorbed" else StandardMLA, spec, parallel=parallel)
     own = functools.partial(take_context, parallel=parallel, lengths=lengths)
-    got_output, got = _rank_gradients(block, own(x), own(draw(*output.shape, seed=99)), inputs)
+    got_output, got = rank_gradients(block, own(x), own(draw(*output.shape, seed=99)), inputs)
     errors = {"output": error(got_output, own(output)), "x": error(got.pop("x"), own(want["x"]))}
-    whole = {key: _whole(key, tensor, parallel) for key, tensor in got.items()}
+    whole = {key: whole_gradient(key, tensor, parallel) for key, tensor in got.items()}
     whole = recombined(whole, spec) if kind == "absorbed" else whole
     assert {"x", *whole} == want.keys()
     return errors | {key: error(whole[key], want[key]) for key in whole}
@@ -85,7 +85,7 @@ def _expected(name: str, shape: str) -> tuple[Tensor, dict[str, Tensor]]:
     return gradients(make(StandardMLA, SPECS[name]), x, **inputs)
 
 
-def _rank_gradients(
+def rank_gradients(
     block: Any, x: Tensor, towards: Tensor, inputs: dict[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     x = x.detach().requires_grad_()
@@ -95,7 +95,7 @@ def _rank_gradients(
     return output.detach(), {"x": x.grad, **found}
 
 
-def _whole(name: str, own: Tensor, parallel: Parallel) -> Tensor:
+def whole_gradient(name: str, own: Tensor, parallel: Parallel) -> Tensor:
     """A gradient of all heads from every rank's part, by the rule of the parameter's name."""
     if name == "o_proj.weight":
         return all_gather(own.T.contiguous(), parallel.tp).T
@@ -108,9 +108,9 @@ def rank_partial_gradients() -> dict[str, float]:
     parallel = make_groups(2, 2, sequence_parallel=True)
     x, _ = inputs_for("sbhd")
     own, towards = take_context(x, parallel), take_context(draw(*x.shape, seed=99), parallel)
-    _, want = _rank_gradients(make(AbsorbedMLA, SPECS["dense"], parallel=parallel), own, towards, {})
+    _, want = rank_gradients(make(AbsorbedMLA, SPECS["dense"], parallel=parallel), own, towards, {})
     block = make(AbsorbedMLA, SPECS["dense"], parallel=parallel, reduce_gradients=False)
-    _, parts = _rank_gradients(block, own, towards, {})
+    _, parts = rank_gradients(block, own, towards, {})
     differs = error(parts["kv_a_layernorm.weight"], want["kv_a_layernorm.weight"])
     worst = 0.0
     for name, part in parts.items():
