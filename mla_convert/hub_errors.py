@@ -128,13 +128,23 @@ def explain_writing(error: Exception, doing: str, repo_id: str, endpoint: str) -
             hint="correct the lines between --- at the top of README.md, or push with --no-card",
             details=tuple(line for line in str(error).splitlines()[1:] if line.strip()),
         )
+    if "HfUriError" in names:
+        return HubError(
+            f"cannot {doing}: {endpoint} answers with an address of another Hub",
+            hint="check HF_ENDPOINT, and the proxy if there is one",
+            details=(_line(error),),
+        )
     status = status_of(error)
     details = _server_message(error)
     if status is not None:
         text, hint = _status_text(status, names, repo_id, endpoint)
         return HubError(f"cannot {doing}: {text}", hint=hint, details=details)
     for each in _chain(error):
-        if isinstance(each, OSError) and each.errno and not isinstance(each, ConnectionError):
+        if "TransportError" in names_of(
+            each
+        ):  # an OSError below is one of the network: no route, no such host
+            break
+        if isinstance(each, OSError) and each.errno and not isinstance(each, (ConnectionError, TimeoutError)):
             where = f"{plain(each.filename)}: " if each.filename else ""
             return LocalIOError(
                 f"cannot {doing}: {where}{each.strerror}", hint=f"check the disk, then {_AGAIN}"

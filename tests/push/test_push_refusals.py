@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +28,14 @@ from pushing import (
     plain_environment,
     push,
 )
+
+from mla_convert.errors import HubError
+from mla_convert.hub_errors import explain_writing
+
+try:
+    import httpx2 as httpx  # huggingface_hub has one or the other
+except ImportError:
+    import httpx  # type: ignore[no-redef]
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -138,6 +148,25 @@ def test_a_hub_that_is_not_there(hub: FakeHub, output: Path, endpoint: str) -> N
         assert "hint: check the connection, then run the same command again" in error
     else:
         assert f"error: HF_ENDPOINT is no address: '{endpoint}'\nhint: it looks like https://" in error
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [socket.gaierror(-2, "Name or service not known"), OSError(errno.ENETUNREACH, "Network is unreachable")],
+)
+def test_no_way_to_the_hub_is_no_matter_of_the_disk(cause: OSError) -> None:
+    error = httpx.ConnectError(str(cause))
+    error.__cause__ = cause
+    found = explain_writing(error, "read a/b", "a/b", "https://hub.invalid")
+    assert isinstance(found, HubError)
+    assert found.message == "cannot read a/b: https://hub.invalid does not answer (ConnectError)"
+
+
+def test_a_proxy_that_answers_for_another_hub(hub: FakeHub, output: Path) -> None:
+    """The fake Hub is the proxy of all that leaves the machine, and answers with addresses of its own."""
+    error = push(hub, output, REPO, code=6, HF_ENDPOINT="http://hub.invalid").stderr
+    assert "http://hub.invalid answers with an address of another Hub" in error
+    assert "hint: check HF_ENDPOINT, and the proxy if there is one" in error
 
 
 @pytest.mark.parametrize("token", ["hf_wrong", "hf_line\nbreak", "hf_ümlaut", "hf_" + "x" * 3 + "\x00y"])
