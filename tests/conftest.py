@@ -1,10 +1,14 @@
 """Fixtures that several modules share. One thread a process: tests run side by side, and small tensors gain nothing."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# In the background of a script SIGINT is ignored, also by all children; tests send it to themselves and to those.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from filesystems import Descriptors, tmpfs, xfs

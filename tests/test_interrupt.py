@@ -188,8 +188,12 @@ def on_terminal(mode: str, here: Path, signals: int) -> tuple[int, str]:
         until = time.monotonic() + 1
         while (left := until - time.monotonic()) > 0 and select.select([terminal], [], [], left)[0]:
             output += read(terminal)
-    while part := read(terminal):
+    while select.select([terminal], [], [], 60)[0]:
+        if not (part := read(terminal)):
+            break
         output += part
+    else:
+        os.kill(pid, signal.SIGKILL)
     status = os.waitpid(pid, 0)[1]
     os.close(terminal)
     return status, output.decode().replace("\r\n", "\n")
