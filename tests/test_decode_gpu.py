@@ -361,6 +361,21 @@ def test_dense_spans(heads: int) -> None:
     run_dense(q, kv, starts=starts, ends=ends.clamp_max(870))
 
 
+@pytest.mark.parametrize("heads", [5, 40, 64, 128])
+def test_dense_tokens_that_no_query_sees(heads: int) -> None:
+    """NaN before, between and behind the spans: neighbours see [100, 210) and [500, 700)."""
+    from mla_convert.runtime.kernels.dense_mla import dense_mla
+
+    q, kv = dense_case(60, heads, 900)
+    starts = torch.tensor([100, 500] * 30, device="cuda", dtype=torch.int32)
+    ends = torch.tensor([210, 700] * 30, device="cuda", dtype=torch.int32)
+    want, want_lse = reference.dense_mla(q.double(), kv.double(), 0.05, starts=starts, ends=ends, d_v=512)
+    kv[:100] = kv[210:500] = kv[700:] = NAN
+    out, lse = dense_mla(q, kv, 0.05, starts=starts, ends=ends, d_v=512)
+    check_close(out, want)
+    check_lse(lse, want_lse)
+
+
 @pytest.mark.parametrize("heads", [1, 16, 64, 128])
 def test_dense_packed_sequences(heads: int) -> None:
     counts = [1, 100, 0, 257, 64]

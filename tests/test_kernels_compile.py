@@ -5,6 +5,7 @@ One variant of each, since a compilation takes up to a minute: the tests on a GP
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import pytest
@@ -142,6 +143,15 @@ def test_dense_few_rows() -> None:
     kernel = compile_for(16, 512, 64, torch.bfloat16, fp8=True)
     instructions(kernel, "64, 16, 16, true", "cp_async_gs_conditional<16>")
     instructions(kernel, "__tl_cvt_fp8x2_to_float2", "warpgroup_reg_alloc<184>")
+
+
+def test_dense_many_rows_by_blocks() -> None:
+    from mla_convert.runtime.kernels.dense_mla import compile_for
+
+    kernel = compile_for(64, 512, 64, torch.bfloat16, blocks=True)
+    instructions(kernel, "wgmma_rs<", "64, 256, 16", "tl::tma_load(KV_desc", "tl::tma_load(Q_desc")
+    numbers = set(re.findall(r"__sync_thread_partial\((\d+), 128\)", kernel.get_kernel_source()))
+    assert numbers == {"8", "9"}, "each consumer has a barrier of its own, and TileLang has added none"
 
 
 def test_dense_many_rows() -> None:

@@ -1,8 +1,9 @@
 """What the two attention programs of dense and decode attention share; ``_dense_plan`` has the ones around them.
 
-Rows of the product are (query, head) pairs of one request, packed: a tile takes 64 of them (``_dense_many``), or up
-to 32 where a request has no more (``_dense_few``). An item is a few neighbouring tiles, ``lanes``, and the cached
-tokens that their rows see. Its cost is one unit a block of 64 tokens and ``OVERHEAD`` for what it takes beside them.
+Rows of the product are (query, head) pairs of one request, packed: a tile takes 64 of them (``_dense_many_blocks``,
+and ``_dense_many`` for FP8 rows and pages that cut blocks), or up to 32 where a request has no more
+(``_dense_few``). An item is a few neighbouring tiles, ``lanes``, and the cached tokens that their rows see. Its
+cost is one unit a block of 64 tokens and ``OVERHEAD`` for what it takes beside them.
 
 ``plan`` puts the items end to end and cuts the whole into equal shares. A share is the work of ``lanes`` thread
 blocks, one a tile, which so walk the same tokens at the same time: memory is read once for all of them. There are

@@ -34,6 +34,47 @@ from mla_convert.runtime.kernels._dense import (
 TILE = 64
 
 
+@T.macro
+def follow(scale, highest_sh, s, highest, before, factor, total):
+    """Take over the maximum that the other consumer left after its block."""
+    T.copy(highest, before)
+    for h in T.Parallel(TILE):
+        highest[h] = highest_sh[s, h]
+    for h in T.Parallel(TILE):
+        factor[h] = T.exp2((before[h] - highest[h]) * scale)
+    for h in T.Parallel(TILE):
+        total[h] = total[h] * factor[h]
+
+
+@T.macro
+def rescale(out, factor, columns):
+    moved = T.alloc_var("int32")
+    moved = 0
+    for h in T.Parallel(TILE):
+        if factor[h] != 1.0:
+            moved = 1
+    if T.any_sync(moved) != 0:
+        for h, d in T.Parallel(TILE, columns):
+            out[h, d] = out[h, d] * factor[h]
+
+
+@T.macro
+def store(g, out, base, columns, turn, stage, Out, Part):
+    """Normalised results to memory; as they lie in registers, a row's pieces would be four bytes."""
+    if turn[WHOLE] != 0:
+        for k in T.unroll(columns // 16):
+            for h, d in T.Parallel(TILE, 16):
+                stage[g, h, d] = out[h, k * 16 + d]
+            T.sync_threads(8 + g, 128)
+            for h, d in T.Parallel(TILE, 16):
+                if turn[ROW] + h < turn[ROWS_END]:
+                    Out[turn[ROW] + h, base + k * 16 + d] = stage[g, h, d]
+            T.sync_threads(8 + g, 128)
+    else:
+        for h, d in T.Parallel(TILE, columns):
+            Part[turn[SLOT], h, base + d] = out[h, d]
+
+
 def many_rows(rank: int, rope: int, dtype: str, fp8: bool) -> Any:
     """Rows on the M side, 64 of them.
 
@@ -89,44 +130,6 @@ def many_rows(rank: int, rope: int, dtype: str, fp8: bool) -> Any:
         for h in T.Parallel(TILE):
             total[h] = total[h] * factor[h] + part[h]
         T.copy(score, p)
-
-    @T.macro
-    def follow(scale, highest_sh, s, highest, before, factor, total):
-        """Take over the maximum that the other consumer left after its block."""
-        T.copy(highest, before)
-        for h in T.Parallel(TILE):
-            highest[h] = highest_sh[s, h]
-        for h in T.Parallel(TILE):
-            factor[h] = T.exp2((before[h] - highest[h]) * scale)
-        for h in T.Parallel(TILE):
-            total[h] = total[h] * factor[h]
-
-    @T.macro
-    def rescale(out, factor, columns):
-        moved = T.alloc_var("int32")
-        moved = 0
-        for h in T.Parallel(TILE):
-            if factor[h] != 1.0:
-                moved = 1
-        if T.any_sync(moved) != 0:
-            for h, d in T.Parallel(TILE, columns):
-                out[h, d] = out[h, d] * factor[h]
-
-    @T.macro
-    def store(g, out, base, columns, turn, stage, Out, Part):
-        """Normalised results to memory; as they lie in registers, a row's pieces would be four bytes."""
-        if turn[WHOLE] != 0:
-            for k in T.unroll(columns // 16):
-                for h, d in T.Parallel(TILE, 16):
-                    stage[g, h, d] = out[h, k * 16 + d]
-                T.sync_threads(8 + g, 128)
-                for h, d in T.Parallel(TILE, 16):
-                    if turn[ROW] + h < turn[ROWS_END]:
-                        Out[turn[ROW] + h, base + k * 16 + d] = stage[g, h, d]
-                T.sync_threads(8 + g, 128)
-        else:
-            for h, d in T.Parallel(TILE, columns):
-                Part[turn[SLOT], h, base + d] = out[h, d]
 
     @T.prim_func
     def dense_mla_many_rows(

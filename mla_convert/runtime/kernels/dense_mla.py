@@ -1,7 +1,7 @@
 """Dense attention of absorbed MLA: every query attends to a span of the cached tokens.
 
-The programs are in ``_dense``, ``_dense_few``, ``_dense_many`` and ``_dense_plan``; here are ``dense_mla`` and the
-launch that it shares with ``decode_mla``.
+The programs are in ``_dense_few``, ``_dense_many``, ``_dense_many_blocks`` and ``_dense_plan``; here are ``dense_mla``
+and the launch that it shares with ``decode_mla``.
 
 Shapes: S queries, T tokens, H heads, E = d_v + rope (one cached token), B requests, N = B·S·H rows.
 """
@@ -29,9 +29,10 @@ from mla_convert.runtime.kernels._common import (
     pad_features,
     require,
 )
-from mla_convert.runtime.kernels._dense import PLAN_COLUMNS
+from mla_convert.runtime.kernels._dense import BLOCK, PLAN_COLUMNS
 from mla_convert.runtime.kernels._dense_few import few_rows
 from mla_convert.runtime.kernels._dense_many import TILE, many_rows
+from mla_convert.runtime.kernels._dense_many_blocks import many_rows_by_blocks
 
 MAX_RANK = 512
 MAX_WIDTH = 576
@@ -75,7 +76,8 @@ def dense_mla(
 
     Returns:
         out [S, H, d_v] in q's dtype and the natural log-sum-exp [S, H] float32. A query that sees nothing gives 0
-        and -inf. Tokens that no query of the call sees may be NaN.
+        and -inf. Tokens that no query of the call sees may be NaN; with S·H up to 32, those in a gap between spans must
+        be finite.
 
     Raises:
         CannotError: A size, dtype or scale that the kernels do not take; ``unsupported`` says which.
@@ -178,6 +180,8 @@ def attend(
     table = cache.table_BP
     if table is None:  # never read, but it has to have a line for each request
         table = plan[:requests]
+    # Tiles of 64 rows fetch whole blocks where none crosses a page.
+    blocks = tile == TILE and not cache.fp8 and (cache.table_BP is None or cache.page % BLOCK == 0)
     with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
         _entry("plan")(
             lengths,
@@ -194,7 +198,7 @@ def attend(
             cache.capacity,
             plan,
         )
-        _entry("attend", tile, rank, rope, q.dtype, cache.fp8)(
+        _entry("attend", tile, rank, rope, q.dtype, cache.fp8, blocks)(
             q_NE,
             values,
             scales,
@@ -282,10 +286,26 @@ def unsupported(q: Tensor, d_v: int, scale: float) -> str | None:
     return None
 
 
-def compile_for(tile: int, rank: int, rope: int, dtype: torch.dtype, fp8: bool = False) -> Any:
-    """The attention kernel for a tile (8, 16, 32 or 64 rows) and native sizes; compiles without a GPU."""
+def compile_for(
+    tile: int,
+    rank: int,
+    rope: int,
+    dtype: torch.dtype,
+    fp8: bool = False,
+    blocks: bool = False,
+) -> Any:
+    """The attention kernel for a tile (8, 16, 32 or 64 rows) and native sizes; compiles without a GPU.
+
+    ``blocks``: for tiles of 64 rows and 16-bit caches where no block of tokens crosses a page.
+    """
     name = DTYPES[dtype]
     if tile == TILE:
+        if blocks:
+            return compiled(
+                ("dense by blocks", rank, rope, name),
+                lambda: many_rows_by_blocks(rank, rope, name),
+                insert_barriers=False,
+            )
         return compiled(("dense", tile, rank, rope, name, fp8), lambda: many_rows(rank, rope, name, fp8))
     return compiled(("dense", tile, rank, rope, name, fp8), lambda: few_rows(tile, rank, rope, name, fp8))
 

@@ -70,9 +70,13 @@ def _dense(spec: AttentionSpec, dtype: torch.dtype) -> Iterator[Variant]:
     is_fp8 = (spec.rank, spec.rope) == (kv_cache.RANK, kv_cache.ROPE) and dtype == torch.bfloat16
     for tile in sorted({dense_mla.tile_rows(rows) for rows in (spec.heads, dense_mla.FEW + 1)}):
         rank, rope = dense_mla.native(tile, spec.rank, spec.rope)
+        name = f"dense attention: {tile} rows, {rank} + {rope} dims"
         for fp8 in (False, True) if is_fp8 else (False,):
-            name = f"dense attention: {tile} rows, {rank} + {rope} dims" + (", FP8 cache" if fp8 else "")
-            yield Variant(name, partial(dense_mla.compile_for, tile, rank, rope, dtype, fp8))
+            build = partial(dense_mla.compile_for, tile, rank, rope, dtype, fp8)
+            yield Variant(name + (", FP8 cache" if fp8 else ""), build)
+        if tile > dense_mla.FEW:
+            build = partial(dense_mla.compile_for, tile, rank, rope, dtype, blocks=True)
+            yield Variant(f"{name}, whole blocks", build)
         for warps in (1, 8):
             merge = partial(dense_mla.combine_kernel, tile, rank, dtype, warps)
             yield Variant(f"dense attention: merge of {tile} rows, {rank} dims, {warps} warps", merge)
