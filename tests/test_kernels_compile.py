@@ -41,6 +41,13 @@ def test_few_heads() -> None:
     instructions(kernel, "64, 32, 16, true", "cp_async_gs_conditional<16>", "warpgroup_reg_alloc<216>")
 
 
+def test_pair_heads() -> None:
+    from mla_convert.runtime.kernels.sparse_mla import pairs_kernel
+
+    kernel = pairs_kernel(512, 64, torch.bfloat16)
+    instructions(kernel, "mma_sync<", "ptx_ldmatrix_x4_trans", "cp_async_gs_conditional<16>", "__any_sync")
+
+
 def test_many_heads() -> None:
     from mla_convert.runtime.kernels.sparse_mla import compile_for
 

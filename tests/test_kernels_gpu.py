@@ -112,6 +112,14 @@ def force_parts(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
     monkeypatch.setattr(sparse_mla, "_parts", lambda *sizes: parts)
 
 
+def force_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pairs of warps take the queries of up to 8 heads, whatever their number."""
+    from mla_convert.runtime.kernels import sparse_mla
+
+    monkeypatch.setattr(sparse_mla, "_paired", lambda heads, *sizes: heads <= sparse_mla.PAIRED)
+    force_parts(monkeypatch, 1)
+
+
 def run_sparse(
     q: Tensor,
     kv: Tensor,
@@ -167,6 +175,26 @@ def test_sparse_split_lists(heads: int, monkeypatch: pytest.MonkeyPatch) -> None
         run_sparse(*sparse_case(queries=9, heads=heads, topk=2048))
 
 
+@pytest.mark.parametrize("heads", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("rank", "rope"), [(512, 64), (512, 0), (512, 32), (192, 64), (128, 32), (64, 0), (64, 64), (32, 8)]
+)
+def test_sparse_pairs_of_warps(heads: int, rank: int, rope: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    force_pairs(monkeypatch)
+    for topk in (1, 15, 33, 200):
+        run_sparse(*sparse_case(queries=150, heads=heads, rank=rank, rope=rope, topk=topk), d_v=rank)
+
+
+def test_sparse_many_queries_of_few_heads() -> None:
+    """More queries than pairs of warps, and as many as make them the choice."""
+    from mla_convert.runtime.kernels.sparse_mla import _paired
+
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    queries = next(n for n in range(1, 10_000) if _paired(8, n, multiprocessors)) * 2 + 5
+    for dtype in (torch.bfloat16, torch.float16):
+        run_sparse(*sparse_case(queries=queries, heads=8, topk=700, dtype=dtype))
+
+
 @pytest.mark.parametrize("heads", [64, 128])
 def test_sparse_a_few_queries_over(heads: int) -> None:
     """The queries left over when every multiprocessor has as many run in a launch of their own, on split lists."""
@@ -179,12 +207,16 @@ def test_sparse_a_few_queries_over(heads: int) -> None:
     run_sparse(*sparse_case(queries=queries, heads=heads, topk=2048))
 
 
-@pytest.mark.parametrize("parts", [1, 2, 7])
-@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize(
+    ("heads", "parts"), [(8, 1), *((heads, parts) for heads in (16, 64, 128) for parts in (1, 2, 7))]
+)
 class TestSparseLists:
     @pytest.fixture(autouse=True)
-    def _parts(self, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        force_parts(monkeypatch, parts)
+    def _parts(self, heads: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        if heads == 8:
+            force_pairs(monkeypatch)
+        else:
+            force_parts(monkeypatch, parts)
 
     def test_fewer_tokens_than_entries(self, heads: int) -> None:
         run_sparse(*sparse_case(heads=heads, tokens=5, topk=192))
@@ -285,11 +317,11 @@ def test_sparse_float16() -> None:
 
 def test_sparse_rising_scores() -> None:
     """Every block exceeds all before it, so that the reference of the exponentials moves each time."""
-    for heads in (16, 64):
+    for heads in (8, 16, 32, 64):
         q, kv, _indices, _ = sparse_case(heads=heads, topk=512, invalid=0)
         order = (q[:, 0].float() @ kv.float().T).argsort(dim=1)
         run_sparse(q, kv, order[:, -512:].int(), 0.5)
-        run_sparse(q[:3].repeat(200, 1, 1), kv, order[:3, -512:].int().repeat(200, 1), 0.5)
+        run_sparse(q[:3].repeat(400, 1, 1), kv, order[:3, -512:].int().repeat(400, 1), 0.5)
 
 
 def test_sparse_in_a_graph() -> None:

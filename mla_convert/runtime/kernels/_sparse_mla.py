@@ -1,25 +1,26 @@
-"""What the two attention programs of ``sparse_mla`` share, and the small programs around them.
+"""What the attention programs of ``sparse_mla`` share, and the small programs around them.
 
 ``lengths`` finds where each list ends, so that no block behind its last valid entry is read. The attention
-programs run as many thread blocks as there are multiprocessors; each takes one item (a query and up to 64 heads)
-after another, with 384 threads: a producer warpgroup gathers 64 listed rows at a time (16-byte cp.async, zero fill
-for what is not valid), and two consumer warpgroups compute. Rows are handed over and freed in pieces, so that
-products start on one while the next is still in flight, and the producer is at the next item while the consumers
-finish one.
+programs run as many thread blocks as there are multiprocessors, and gather listed rows by 16-byte cp.async, with
+zero fill for what is not valid. In two of them a thread block takes one item (a query and up to 64 heads) after
+another, with 384 threads: a producer warpgroup gathers 64 rows at a time, and two consumer warpgroups compute. Rows
+are handed over and freed in pieces, so that products start on one while the next is still in flight, and the
+producer is at the next item while the consumers finish one.
 
+- ``_sparse_mla_pairs.pair_heads`` (many queries of up to 8 heads): each pair of warps gathers and computes by itself.
 - ``_sparse_mla_few.few_heads`` (up to 32 heads): keys are the M side of each product and heads the N side, so
-  16 heads cost 16 columns rather than 64 rows. It has a producer of its own, which feeds two items at a time.
+  16 heads cost 16 columns rather than 64 rows. It has a producer of its own.
 - ``_sparse_mla_many.many_heads`` (tiles of 64 heads): heads are the M side. ``load_queries``, ``first_indices``
   and ``gather`` are its producer: two buffers, each in two pieces, the left half of the values and the rest.
 
 Few queries would leave most of the GPU idle. Then an item is a part of a list (the ``split`` programs), and
 ``combine`` merges the parts' float32 results.
 
-Both keep the reference of the exponentials (the running maximum of a softmax) where it is until a score exceeds
-it by ``SLACK``: the result is the same sum, and almost no block has to rescale the output. Barriers follow one
-rule: waiting for "full" starts at phase 0, waiting for "free" at phase 1 (which a fresh barrier passes at once),
-and every role counts the same items and the same uses of each buffer, so no length of a list, zero included, can
-hang.
+All keep the reference of the exponentials (the running maximum of a softmax) where it is until a score exceeds
+it by ``SLACK``: the result is the same sum, and almost no block has to rescale the output. Barriers of producers
+and consumers follow one rule: waiting for "full" starts at phase 0, waiting for "free" at phase 1 (which a fresh
+barrier passes at once), and every role counts the same items and the same uses of each buffer, so no length of a
+list, zero included, can hang.
 
 Shapes: S queries, T tokens, H heads, E = rank + rope (one cached token), K entries on a list.
 """

@@ -17,9 +17,10 @@ NOTES = 4  # blocks of a consumer that the producer may have described ahead of 
 def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> Any:
     """Keys on the M side, ``columns`` (8, 16 or 32) heads on the N side: an item is a query and one of ``parts``.
 
-    Up to 16 columns, each consumer walks items of its own, and nothing passes between the two: while one is at a
-    softmax or stores a result, the other uses the tensor cores. The queries of two items with 32 columns would
-    leave the keys too little room, so there both work on one item, on alternate blocks, and merge at its end.
+    With 8 columns, each consumer walks items of its own, and nothing passes between the two: while one is at a
+    softmax or stores a result, the other uses the tensor cores. The queries of two items with more columns would
+    leave the keys too little room, so there both work on one item, on alternate blocks, and merge at its end (16
+    heads: 1.26 ms with eight pieces in the ring and one item, 1.35 ms with seven and two).
 
     A consumer computes S^T = K q^T, takes the exponentials where the product left them, against the maximum it
     has, and adds V^T P^T to its own [rank, columns] sum. Only if a score exceeds that maximum by ``SLACK`` are the
@@ -37,10 +38,14 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
     values = [max(0, min(group * PANEL, rank - start)) for start in starts]  # dims of a piece that are values
     summed = [u for u in range(pieces) if values[u] > 0]
     chunks = rank // PANEL
-    items = 1 if columns == 32 else 2  # that are under way at a time
+    items = 2 if columns == 8 else 1  # that are under way at a time
     buffers = 1 if columns == 32 else 2  # of probabilities, each consumer's
+    by_key = (
+        columns > 8
+    )  # probabilities lie key by key, so that two are stored at once: 8 are no row of a matrix
+    rows = min(columns, 16)  # heads whose scores are turned round at a time
     stride = BLOCK + 4  # keeps the turn round free of bank conflicts and its rows on 16 bytes
-    fixed = items * columns * panels * PANEL * 2 + 2 * columns * (stride * 4 + buffers * BLOCK * 2)
+    fixed = items * columns * panels * PANEL * 2 + 2 * (rows * stride * 4 + columns * buffers * BLOCK * 2)
     # No more than three blocks' worth, so that NOTES are enough.
     slots = min((SHARED_BYTES - -(-fixed // 1024) * 1024) // (group * PANEL * BLOCK * 2), 3 * pieces)
     queries, tokens, heads, entries, out_rows = T.dynamic("queries, tokens, heads, entries, out_rows")
@@ -48,7 +53,6 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
 
     # Reductions over keys are written thread by thread. As fragments, TileLang chose a layout for the second
     # consumer that put a barrier inside one warp's branch (a hang), and has no way to fix one for those threads.
-    rows = min(columns, 16)  # rows of S^T at a time
     lanes = 128 // rows  # threads of a row, all in one warp
     keys = BLOCK // lanes  # keys of a thread
     passes = columns // rows
@@ -69,30 +73,36 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
         if buffers == 1:
             T.sync_threads(8 + g, 128)  # until every warp's last product has read it
         for j, n in T.Parallel(BLOCK, columns):
-            p_sh[g * buffers + number % buffers, n, j] = p[j, n]
+            if by_key:
+                p_sh[g * buffers + number % buffers, j, n] = p[j, n]
+            else:
+                p_sh[g * buffers + number % buffers, n, j] = p[j, n]
         T.fence_proxy_async()
         T.sync_threads(8 + g, 128)  # every thread's fence comes before any thread's matrix product
         flag = flag_sh[g, number % 2]  # read once: TileLang makes a dozen branches of the one below
         if flag == number + 1:
-            for j, n in T.Parallel(BLOCK, columns):
-                turn[g, n, j] = score[j, n] * scale
-            T.sync_threads(8 + g, 128)
-            for r in T.unroll(passes):
-                n = r * rows + t // lanes
-                part = highest_sh[g, n]
+            for r in list(range(passes)):
+                for j, n in T.Parallel(BLOCK, columns):
+                    if n // rows == r:
+                        turn[g, n % rows, j] = score[j, n] * scale
+                T.sync_threads(8 + g, 128)
+                part = highest_sh[g, r * rows + t // lanes]
                 top = part
                 for k in T.unroll(keys):
-                    top = T.max(top, turn[g, n, t % lanes * keys + k])
+                    top = T.max(top, turn[g, t // lanes, t % lanes * keys + k])
                 for b in T.unroll(lanes.bit_length() - 1):
                     top = T.max(top, T.shfl_xor(top, 1 << b))
                 if t % lanes == 0:
-                    factor_sh[g, n] = T.exp2(part - top)
-                    highest_sh[g, n] = top
-            T.sync_threads(8 + g, 128)
+                    factor_sh[g, r * rows + t // lanes] = T.exp2(part - top)
+                    highest_sh[g, r * rows + t // lanes] = top
+                T.sync_threads(8 + g, 128)
             for j, n in T.Parallel(BLOCK, columns):
                 p[j, n] = T.exp2(score[j, n] * scale - highest_sh[g, n])
             for j, n in T.Parallel(BLOCK, columns):
-                p_sh[g * buffers + number % buffers, n, j] = p[j, n]
+                if by_key:
+                    p_sh[g * buffers + number % buffers, j, n] = p[j, n]
+                else:
+                    p_sh[g * buffers + number % buffers, n, j] = p[j, n]
             for j, n in T.Parallel(BLOCK, columns):
                 sums[j, n] = sums[j, n] * factor_sh[g, n]
             for u in summed:
@@ -105,13 +115,16 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
     def reduce_sums(g, t, turn, total_sh, sums):
         """Add up the consumer's probabilities over its threads."""
         part = T.alloc_var("float32")
-        for j, n in T.Parallel(BLOCK, columns):
-            turn[g, n, j] = sums[j, n]
-        T.sync_threads(8 + g, 128)
-        for r in T.unroll(passes):
+        for r in list(range(passes)):
+            if r > 0:
+                T.sync_threads(8 + g, 128)
+            for j, n in T.Parallel(BLOCK, columns):
+                if n // rows == r:
+                    turn[g, n % rows, j] = sums[j, n]
+            T.sync_threads(8 + g, 128)
             part = 0.0
             for k in T.unroll(keys):
-                part = part + turn[g, r * rows + t // lanes, t % lanes * keys + k]
+                part = part + turn[g, t // lanes, t % lanes * keys + k]
             for b in T.unroll(lanes.bit_length() - 1):
                 part = part + T.shfl_xor(part, 1 << b)
             if t % lanes == 0:
@@ -168,22 +181,29 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
         for c in list(range(0, chunks, 2)):
             given = c + 1 - g
             own = c + g
-            if given < chunks:
-                for d, n in T.Parallel(PANEL, columns):
-                    turn[g, n, d] = outs[given // group][given % group * PANEL + d, n] * factor_sh[g, n]
-            T.sync_threads(10, 256)
-            if own < chunks:
-                for d, n in T.Parallel(PANEL, columns):
-                    sums[d, n] = (
-                        outs[own // group][own % group * PANEL + d, n] * factor_sh[g, n] + turn[1 - g, n, d]
-                    )
-                for d, n in T.Parallel(PANEL, columns):
-                    turn[1 - g, n, d] = sums[d, n]
-                T.sync_threads(8 + g, 128)
-                for n, d in T.Parallel(columns, PANEL):
-                    if n < heads:
-                        Out[out_row, n, own * PANEL + d] = turn[1 - g, n, d]
-            T.sync_threads(10, 256)
+            for r in list(range(passes)):
+                if given < chunks:
+                    for d, n in T.Parallel(PANEL, columns):
+                        if n // rows == r:
+                            turn[g, n % rows, d] = (
+                                outs[given // group][given % group * PANEL + d, n] * factor_sh[g, n]
+                            )
+                T.sync_threads(10, 256)
+                if own < chunks:
+                    for d, n in T.Parallel(PANEL, columns):
+                        if n // rows == r:
+                            sums[d, n] = (
+                                outs[own // group][own % group * PANEL + d, n] * factor_sh[g, n]
+                                + turn[1 - g, n % rows, d]
+                            )
+                    for d, n in T.Parallel(PANEL, columns):
+                        if n // rows == r:
+                            turn[1 - g, n % rows, d] = sums[d, n]
+                    T.sync_threads(8 + g, 128)
+                    for n, d in T.Parallel(rows, PANEL):
+                        if r * rows + n < heads:
+                            Out[out_row, r * rows + n, own * PANEL + d] = turn[1 - g, n, d]
+                T.sync_threads(10, 256)
 
     @T.macro
     def consume(
@@ -233,7 +253,7 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
                         p_sh[g * buffers + number % buffers, :, :],
                         outs[u],
                         transpose_A=True,
-                        transpose_B=True,
+                        transpose_B=not by_key,
                     )
                 for j, n in T.Parallel(BLOCK, columns):
                     sums[j, n] = sums[j, n] + p[j, n]
@@ -335,8 +355,8 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
         with T.Kernel(grid, threads=384) as cta:
             q_sh = T.alloc_shared([items, columns, panels * PANEL], dtype)
             kv = T.alloc_shared([slots, BLOCK, group * PANEL], dtype)
-            turn = T.alloc_shared([2, columns, stride], "float32")
-            p_sh = T.alloc_shared([2 * buffers, columns, BLOCK], dtype)
+            turn = T.alloc_shared([2, rows, stride], "float32")
+            p_sh = T.alloc_shared([2 * buffers, *((BLOCK, columns) if by_key else (columns, BLOCK))], dtype)
             note_sh = T.alloc_shared([2 * NOTES], "int32", scope="shared")
             valid = T.alloc_shared([2 * NOTES, BLOCK], "int32", scope="shared")
             holes = T.alloc_shared([2 * NOTES], "int32", scope="shared")

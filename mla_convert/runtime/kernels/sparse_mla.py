@@ -1,8 +1,9 @@
 """Sparse attention of absorbed MLA: every query attends to the tokens on its own list.
 
-The programs are in ``_sparse_mla``, ``_sparse_mla_few`` and ``_sparse_mla_many``; here is what a caller needs. Two
-of them attend: one for up to 32 heads, which does not pad 16 heads to the 64 rows of a matrix instruction, and one
-for tiles of 64. With few queries, several thread blocks share a list (``parts``) and a third merges their results.
+The programs are in ``_sparse_mla`` and the modules beside it; here is what a caller needs. Three of them attend: one
+for many queries of up to 8 heads, one for up to 32 heads, neither of which pads the heads to the 64 rows of a matrix
+instruction, and one for tiles of 64. With few queries, several thread blocks share a list (``parts``) and another
+program merges their results.
 
 Shapes: S queries, T tokens, H heads, E = d_v + rope (one cached token), K entries on a list.
 """
@@ -30,10 +31,12 @@ from mla_convert.runtime.kernels._common import (
 )
 from mla_convert.runtime.kernels._sparse_mla_few import few_heads
 from mla_convert.runtime.kernels._sparse_mla_many import many_heads
+from mla_convert.runtime.kernels._sparse_mla_pairs import HEADS, PAIRS, pair_heads
 
 MAX_HEADS = 128
 MAX_RANK = 512
 MAX_WIDTH = 576
+PAIRED = HEADS  # up to so many heads, and given queries enough, pairs of warps have queries of their own
 
 
 def sparse_mla(
@@ -146,6 +149,10 @@ def _attend(
     rope, dtype = q_SHE.shape[2] - rank, q_SHE.dtype
     rows = queries * parts
     grid = min(rows * _tiles(heads), multiprocessors)
+    if parts == 1 and _paired(heads, queries, multiprocessors):
+        attend = _entry("pairs", rank, rope, dtype)
+        attend(q_SHE, kv_TE, indices_SK, lengths_S, grid, sink_H, has_sink, scale, out_SHR, lse_SH)
+        return
     attend = _entry("attend", heads, rank, rope, dtype, parts > 1)
     inputs = (q_SHE, kv_TE, indices_SK, lengths_S, grid, parts, sink_H)
     if parts == 1:
@@ -175,6 +182,11 @@ def _plan(queries: int, heads: int, blocks: int, multiprocessors: int) -> tuple[
     return queries, parts, 1
 
 
+def _paired(heads: int, queries: int, multiprocessors: int) -> bool:
+    """Whether each pair of warps takes queries of its own: if the heads are few, and there is a query for each."""
+    return heads <= PAIRED and queries >= PAIRS * multiprocessors
+
+
 def _tiles(heads: int) -> int:
     """How many thread blocks take one query."""
     return -(-heads // 64) if heads > 32 else 1
@@ -186,6 +198,7 @@ def _entry(what: str, *key: Any) -> Callable[..., None]:
     builders: dict[str, Callable[..., Any]] = {
         "lengths": lengths_kernel,
         "attend": compile_for,
+        "pairs": pairs_kernel,
         "combine": combine_kernel,
     }
     return launcher(builders[what](*key))
@@ -242,6 +255,16 @@ def compile_for(heads: int, rank: int, rope: int, dtype: torch.dtype, split: boo
     return compiled(
         ("few", columns, rank, rope, name, split),
         lambda: few_heads(columns, rank, rope, name, split),
+        safe_access=False,
+        insert_barriers=False,
+    )
+
+
+def pairs_kernel(rank: int, rope: int, dtype: torch.dtype) -> Any:
+    """The attention kernel for many queries of up to ``PAIRED`` heads."""
+    return compiled(
+        ("pairs", rank, rope, dtype),
+        lambda: pair_heads(rank, rope, DTYPES[dtype]),
         safe_access=False,
         insert_barriers=False,
     )

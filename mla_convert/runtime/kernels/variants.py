@@ -62,6 +62,9 @@ def _sparse(spec: AttentionSpec, dtype: torch.dtype) -> Iterator[Variant]:
             ", few queries" if split else ""
         )
         yield Variant(name, partial(sparse_mla.compile_for, spec.heads, rank, rope, dtype, split))
+    if spec.heads <= sparse_mla.PAIRED:
+        name = f"sparse attention: {spec.heads} heads, {rank} + {rope} dims, many queries"
+        yield Variant(name, partial(sparse_mla.pairs_kernel, rank, rope, dtype))
     yield Variant(f"sparse attention: merge, {rank} dims", partial(sparse_mla.combine_kernel, rank, dtype))
 
 
