@@ -6,6 +6,7 @@ Shapes are those of DeepSeek-V3.2: a token is 512 + 64 dims, and the indexer has
 from __future__ import annotations
 
 import datetime
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -121,6 +122,7 @@ class Row:
 
 ROUNDS = 3
 ROUND_MS = 40
+SAMPLE_MS = 4
 
 
 def measured(
@@ -145,15 +147,16 @@ def medians_ms(calls: Sequence[Callable[[], object]]) -> list[float]:
     """Median time of each call by CUDA events.
 
     The calls take turns, so that a clock that drifts drifts for all of them: in each of three rounds a call runs for
-    40 ms, and at least twice. A sample is the mean of calls in a row, as many as make up a millisecond.
+    40 ms, and at least twice. A sample is the mean of calls in a row, as many as make up 4 ms, so that the host's part
+    of the first is no part of the time.
     """
     samples: list[list[float]] = [[] for _ in calls]
     for _ in range(ROUNDS):
         for call, found in zip(calls, samples, strict=True):
             call()
             once = _sample_ms(call, 1)
-            in_a_row = max(1, min(50, int(1 / once)))
-            count = max(2, min(40, int(ROUND_MS / (once * in_a_row))))
+            in_a_row = max(1, min(100, math.ceil(SAMPLE_MS / once)))
+            count = max(2, int(ROUND_MS / (once * in_a_row)))
             found += [_sample_ms(call, in_a_row) for _ in range(count)]
     return [statistics.median(found) for found in samples]
 
