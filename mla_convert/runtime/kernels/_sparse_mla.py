@@ -10,7 +10,7 @@ producer is at the next item while the consumers finish one.
 - ``_sparse_mla_pairs.pair_heads`` (many queries of up to 8 heads): each pair of warps gathers and computes by itself.
 - ``_sparse_mla_few.few_heads`` (up to 32 heads): keys are the M side of each product and heads the N side, so
   16 heads cost 16 columns rather than 64 rows. It has a producer of its own.
-- ``_sparse_mla_many.many_heads`` (tiles of 64 heads): heads are the M side. ``load_queries``, ``first_indices``
+- ``_sparse_mla_many.many_heads`` (tiles of 64 heads): heads are the M side. ``load_queries``, ``load_indices``
   and ``gather`` are its producer: two buffers, each in two pieces, the left half of the values and the rest.
 
 Few queries would leave most of the GPU idle. Then an item is a part of a list (the ``split`` programs), and
@@ -153,74 +153,73 @@ def load_queries(Q, rank_sh, rope_sh, row, first, heads, thread, q_full, rows, r
 
 
 @T.macro
-def first_indices(Indices, index, row, begin, length, thread):
-    """Producer: fetch the entries of an item's first block, with which ``gather`` starts."""
+def copy_rows(KV, index, base, target, s, column, first, width, tokens, thread):
+    """Producer: columns [first, first + width) of the 64 rows that ``index[base:]`` names, to ``column`` and on."""
     for r in T.unroll(4):
-        index[4 + r] = -1
-        if begin + r * 16 + thread // 8 < length:
-            index[4 + r] = Indices[row, begin + r * 16 + thread // 8]
+        ok = (index[base + r] >= 0) & (index[base + r] < tokens)
+        source = T.if_then_else(ok, index[base + r], 0)
+        for u in T.unroll(width // 64):
+            T.ptx_cp_async(
+                T.access_ptr(target[s, r * 16 + thread // 8, column + u * 64 + thread % 8 * 8], "w", 8),
+                T.access_ptr(KV[source, first + u * 64 + thread % 8 * 8], "r", 8),
+                8,
+                ok,
+            )
+
+
+@T.macro
+def mark_rows(index, base, valid, holes, s, number, tokens, thread):
+    """Producer: say which rows are valid, and if not all are: ``number`` is the block's in its item, from 1."""
+    if thread % 8 == 0:
+        for r in T.unroll(4):
+            ok = (index[base + r] >= 0) & (index[base + r] < tokens)
+            valid[s, r * 16 + thread // 8] = T.if_then_else(ok, 1, 0)
+            if not ok:
+                holes[s] = number
+
+
+@T.macro
+def load_indices(Indices, index, row, begin, end, thread):
+    """Producer: fetch the entries of a pair of blocks, [begin, end) or the first of them."""
+    for r in T.unroll(8):
+        index[r] = -1
+        if begin + r * 16 + thread // 8 < end:
+            index[r] = Indices[row, begin + r * 16 + thread // 8]
 
 
 @T.macro
 def gather(
-    KV, Indices, index, rank_sh, rope_sh, valid, holes, row, begin, length, tokens, thread, full, free, used0,
+    KV, Indices, index, rank_sh, rope_sh, valid, holes, row, begin, end, tokens, thread, full, free, used0,
     used1, left, rank, rope,
 ):  # fmt: skip
-    """Producer: fetch the listed rows [begin, length), 64 at a time, eight threads a row.
+    """Producer: fetch the listed rows [begin, end), 64 at a time, eight threads a row.
 
-    A row that is not valid is zero-filled without a read, so nothing stale or NaN can reach a product. ``valid``
-    says which rows are, ``holes`` whether a block has others: it then holds the block's number, counted from 1 in
-    this item. ``used0`` and ``used1`` count the earlier uses of each buffer. ``index`` holds the entries of a block
-    and behind them those of the next, which are asked for before the block's copies and looked at after the wait
-    for the next buffer: nearer, their latency would hold up the copies. Each thread arrives on a piece's "full"
-    when its copies have landed, and on the second piece's once more, with release order, for the flags it wrote.
+    A row that is not valid is zero-filled without a read, so nothing stale or NaN can reach a product.
+    ``used0`` and ``used1`` count the earlier uses of each buffer. ``index`` holds the entries of a pair of blocks.
+    Those of the next are asked for behind the pair's copies: copies are handled in the order of issue, and would
+    wait for entries that come from memory. Each thread arrives on a piece's "full" when its copies have landed, and
+    on a right piece's once more, with release order, for the flags it wrote.
     """
-    column = thread % 8 * 8
-    for i in T.serial(T.ceildiv(length - begin, BLOCK)):
-        s = i % 2
-        phase = (T.if_then_else(s == 0, used0, used1) + i // 2) & 1
-        T.barrier_wait(free[s * 2], phase ^ 1)
-        for r in T.unroll(4):
-            index[r] = index[4 + r]
-        for r in T.unroll(4):
-            index[4 + r] = -1
-            if begin + (i + 1) * BLOCK + r * 16 + thread // 8 < length:
-                index[4 + r] = Indices[row, begin + (i + 1) * BLOCK + r * 16 + thread // 8]
-        for r in T.unroll(4):
-            j = r * 16 + thread // 8
-            ok = (index[r] >= 0) & (index[r] < tokens)
-            source = T.if_then_else(ok, index[r], 0)
-            if thread % 8 == 0:
-                valid[s, j] = T.if_then_else(ok, 1, 0)
-                if not ok:
-                    holes[s] = i + 1
-            for u in T.unroll(left // 64):
-                T.ptx_cp_async(
-                    T.access_ptr(rank_sh[s, j, u * 64 + column], "w", 8),
-                    T.access_ptr(KV[source, u * 64 + column], "r", 8),
-                    8,
-                    ok,
-                )
-        T.cp_async_barrier_noinc(full[s * 2])
-        T.barrier_wait(free[s * 2 + 1], phase ^ 1)
-        for r in T.unroll(4):
-            j = r * 16 + thread // 8
-            ok = (index[r] >= 0) & (index[r] < tokens)
-            source = T.if_then_else(ok, index[r], 0)
-            for u in T.unroll((rank - left) // 64):
-                T.ptx_cp_async(
-                    T.access_ptr(rank_sh[s, j, left + u * 64 + column], "w", 8),
-                    T.access_ptr(KV[source, left + u * 64 + column], "r", 8),
-                    8,
-                    ok,
-                )
-            for u in T.unroll(T.ceildiv(rope, 64)):
-                if u * 64 + column < rope:
-                    T.ptx_cp_async(
-                        T.access_ptr(rope_sh[s, j, u * 64 + column], "w", 8),
-                        T.access_ptr(KV[source, rank + u * 64 + column], "r", 8),
-                        8,
-                        ok,
-                    )
-        T.cp_async_barrier_noinc(full[s * 2 + 1])
-        T.barrier_arrive(full[s * 2 + 1])
+    for i in T.serial(T.ceildiv(end - begin, 2 * BLOCK)):
+        both = begin + (2 * i + 1) * BLOCK < end
+        T.barrier_wait(free[0], ((used0 + i) & 1) ^ 1)
+        mark_rows(index, 0, valid, holes, 0, 2 * i + 1, tokens, thread)
+        copy_rows(KV, index, 0, rank_sh, 0, 0, 0, left, tokens, thread)
+        T.cp_async_barrier_noinc(full[0])
+        if both:
+            T.barrier_wait(free[3], ((used1 + i) & 1) ^ 1)
+            mark_rows(index, 4, valid, holes, 1, 2 * i + 2, tokens, thread)
+            copy_rows(KV, index, 4, rank_sh, 1, left, left, rank - left, tokens, thread)
+            copy_rows(KV, index, 4, rope_sh, 1, 0, rank, rope, tokens, thread)
+            T.cp_async_barrier_noinc(full[3])
+            T.barrier_arrive(full[3])
+        T.barrier_wait(free[1], ((used0 + i) & 1) ^ 1)
+        copy_rows(KV, index, 0, rank_sh, 0, left, left, rank - left, tokens, thread)
+        copy_rows(KV, index, 0, rope_sh, 0, 0, rank, rope, tokens, thread)
+        T.cp_async_barrier_noinc(full[1])
+        T.barrier_arrive(full[1])
+        if both:
+            T.barrier_wait(free[2], ((used1 + i) & 1) ^ 1)
+            copy_rows(KV, index, 4, rank_sh, 1, 0, 0, left, tokens, thread)
+            T.cp_async_barrier_noinc(full[2])
+        load_indices(Indices, index, row, begin + (i + 1) * 2 * BLOCK, end, thread)

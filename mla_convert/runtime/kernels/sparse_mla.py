@@ -249,7 +249,10 @@ def compile_for(heads: int, rank: int, rope: int, dtype: torch.dtype, split: boo
     if heads > 32:
         tiles = -(-heads // 64)
         return compiled(
-            ("many", tiles, rank, rope, name, split), lambda: many_heads(tiles, rank, rope, name, split)
+            ("many", tiles, rank, rope, name, split),
+            lambda: many_heads(tiles, rank, rope, name, split),
+            safe_access=False,
+            insert_barriers=False,
         )
     columns = max(8, 1 << (heads - 1).bit_length())
     return compiled(
