@@ -155,6 +155,18 @@ def test_nothing_to_differentiate() -> None:
         assert dq.shape == q.shape and dq.eq(0).all() and dkv.shape == some_kv.shape and dkv.eq(0).all()
 
 
+def test_kernel_columns_lie_so_that_a_thread_has_four_neighbours() -> None:
+    """Of a row of an accumulator, thread c of four has columns 2 c and 2 c + 1 of each eight."""
+    from mla_convert.runtime.kernels._sparse_mla_backward_cuda import in_quads
+
+    columns = torch.arange(192, dtype=torch.int16).expand(3, 192).contiguous()
+    for row in in_quads(columns):
+        for first in range(0, 192, 16):
+            for thread in range(4):
+                at = [first + eight + 2 * thread + i for eight in (0, 8) for i in (0, 1)]
+                assert row[at].tolist() == list(range(first + 4 * thread, first + 4 * thread + 4))
+
+
 I, J = 5, 6  # noqa: E741
 
 
@@ -277,7 +289,12 @@ def test_entries_in_the_order_of_their_tokens() -> None:
     from mla_convert.runtime.kernels.sparse_mla_backward import entry_order
 
     indices = torch.tensor([[2, -1, 0, 2], [5, 2, 0, 0], [1, 1, 7, 1]], dtype=torch.int32)
-    order, begin = entry_order(indices, torch.tensor([4, 3, 2], dtype=torch.int32), 6)
-    found = [order[begin[t] : begin[t + 1]].tolist() for t in range(6)]
-    assert found == [[2, 6], [8, 9], [0, 3, 5], [], [], [4]]
+    lengths = torch.tensor([4, 3, 2], dtype=torch.int32)
+    for step, want in (
+        (None, [[[2, 6], [8, 9], [0, 3, 5], [], [], [4]]]),
+        (2, [[[2, 6], [], [0, 3, 5], [], [], [4]], [[], [8, 9], [], [], [], []]]),
+    ):
+        order, begin = entry_order(indices, lengths, 6, step)
+        found = [[order[first[t] : first[t + 1]].tolist() for t in range(6)] for first in begin]
+        assert found == want
     assert sorted(order.tolist()) == list(range(12))

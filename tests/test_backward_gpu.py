@@ -33,6 +33,14 @@ def _seeded(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
+@pytest.fixture
+def _forced_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many thread blocks share a list, whatever the number of queries."""
+    from mla_convert.runtime.kernels import sparse_mla_backward
+
+    monkeypatch.setattr(sparse_mla_backward, "_parts", lambda *sizes: request.getfixturevalue("parts"))
+
+
 def poison(*tensors: Tensor) -> None:
     """Leave NaN in the memory that the allocator hands out next for tensors like these."""
     blocks = [torch.full_like(tensor, float("nan")) for tensor in tensors]
@@ -107,13 +115,15 @@ def test_every_width(heads: int, rank: int, rope: int) -> None:
     run(*sparse_case(heads=heads, rank=rank, rope=rope, topk=200), d_v=rank)
 
 
+@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.usefixtures("_forced_parts")
 class TestLists:
-    def test_fewer_tokens_than_entries(self, heads: int, deterministic: bool) -> None:
+    def test_fewer_tokens_than_entries(self, heads: int, deterministic: bool, parts: int) -> None:
         run(*sparse_case(heads=heads, tokens=5, topk=192), deterministic=deterministic)
 
-    def test_whole_rows_and_first_blocks_empty(self, heads: int, deterministic: bool) -> None:
+    def test_whole_rows_and_first_blocks_empty(self, heads: int, deterministic: bool, parts: int) -> None:
         q, kv, indices, scale = sparse_case(heads=heads, topk=320)
         indices[3] = -1
         indices[36] = kv.shape[0]
@@ -122,14 +132,14 @@ class TestLists:
         dq, _ = run(q, kv, indices, scale, deterministic=deterministic)
         assert not dq[[3, 36]].any()
 
-    def test_gaps_and_far_out_of_range(self, heads: int, deterministic: bool) -> None:
+    def test_gaps_and_far_out_of_range(self, heads: int, deterministic: bool, parts: int) -> None:
         q, kv, indices, scale = sparse_case(heads=heads, topk=256, invalid=0)
         for start, value in enumerate([-1, kv.shape[0], INT_MIN, INT_MAX, -2, kv.shape[0] + 1]):
             indices[:, 7 + start :: 11] = value
         indices[0, 64:128] = -1
         run(q, kv, indices, scale, deterministic=deterministic)
 
-    def test_unlisted_rows_never_leak(self, heads: int, deterministic: bool) -> None:
+    def test_unlisted_rows_never_leak(self, heads: int, deterministic: bool, parts: int) -> None:
         q, kv, indices, scale = sparse_case(heads=heads, tokens=1000, invalid=0.3, queries=4)
         unlisted = torch.ones(1000, dtype=torch.bool, device="cuda")
         unlisted[indices[indices >= 0].long()] = False
@@ -143,13 +153,13 @@ class TestLists:
         assert dirty[0].isfinite().all() and not dirty[1][unlisted].any() and not dkv[unlisted].any()
         assert dirty[0].shape == dq.shape
 
-    def test_duplicates_count_twice(self, heads: int, deterministic: bool) -> None:
+    def test_duplicates_count_twice(self, heads: int, deterministic: bool, parts: int) -> None:
         q, kv, indices, scale = sparse_case(heads=heads)
         indices[:, ::2] = indices[:, 1::2]
         indices[1] = 7
         run(q, kv, indices, scale, deterministic=deterministic)
 
-    def test_length_sink_and_gradient_of_lse(self, heads: int, deterministic: bool) -> None:
+    def test_length_sink_and_gradient_of_lse(self, heads: int, deterministic: bool, parts: int) -> None:
         q, kv, indices, scale = sparse_case(heads=heads, topk=300)
         length = torch.randint(0, 301, (37,), device="cuda", dtype=torch.int32)
         length[:4] = torch.tensor([0, 1, 64, 65], dtype=torch.int32)
@@ -159,7 +169,7 @@ class TestLists:
         run(q, kv, indices, scale, length=length, with_d_lse=True, deterministic=deterministic)
         run(q, kv, indices, scale, length=length, sink=sink, with_d_lse=True, deterministic=deterministic)
 
-    def test_strided_unaligned_and_int64(self, heads: int, deterministic: bool) -> None:
+    def test_strided_unaligned_and_int64(self, heads: int, deterministic: bool, parts: int) -> None:
         q, kv, indices, scale = sparse_case(heads=heads)
         wide_q = torch.full((37, heads + 3, 600), float("nan"), device="cuda", dtype=q.dtype)
         wide_q[:, 2 : heads + 2, 5:581] = q
@@ -171,7 +181,9 @@ class TestLists:
         args = (wide_q[:, 2 : heads + 2, 5:581], wide_kv[:, 9:585], far, scale)
         run(*args, deterministic=deterministic)
 
-    def test_two_runs(self, heads: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_two_runs(
+        self, heads: int, deterministic: bool, parts: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Equal bits of dq always, of dkv in the deterministic mode, whatever number of queries it takes at once."""
         from mla_convert.runtime.kernels import sparse_mla_backward
 
@@ -197,6 +209,45 @@ def gradients(
         q, kv, indices, scale, out, lse, out, d_v=512, deterministic=deterministic
     )
     return dq, dkv
+
+
+def test_lists_too_long_or_tokens_too_many_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mla_convert.runtime.kernels import sparse_mla_backward
+
+    for name, limit in (("UNION_TOKENS", 2999), ("UNION_ENTRIES", 300), ("UNION_ENTRIES", 127)):
+        with monkeypatch.context() as patch:
+            patch.setattr(sparse_mla_backward, name, limit)
+            run(*sparse_case())
+
+
+@pytest.mark.parametrize("tokens", [50, 3000, 200_000])
+@pytest.mark.parametrize("group", [1, 3, 4])
+def test_union_of_lists(group: int, tokens: int) -> None:
+    from mla_convert.runtime.kernels._common import launcher
+    from mla_convert.runtime.kernels.sparse_mla_backward import unite_kernel
+
+    queries, entries, device = 41, 500, "cuda"
+    indices = torch.randint(-3, tokens + 3, (queries, entries), device=device, dtype=torch.int32)
+    indices[7] = 5
+    indices[8:12] = -1
+    lengths = torch.randint(0, entries + 1, (queries,), device=device, dtype=torch.int32)
+    count, width = -(-queries // group), 2048
+    united = torch.full((count, width), -7, device=device, dtype=torch.int32)
+    counts = torch.full((count, 4, width), 9, device=device, dtype=torch.uint16)
+    found = torch.full((count,), -1, device=device, dtype=torch.int32)
+    launcher(unite_kernel())(indices, lengths, tokens, group, united, counts, found)
+    for row in range(count):
+        chosen = [
+            indices[q, : lengths[q]].long() for q in range(row * group, min((row + 1) * group, queries))
+        ]
+        want = torch.zeros(4, tokens, device=device, dtype=torch.long)
+        for query, listed in enumerate(chosen):
+            want[query] = torch.bincount(listed[(listed >= 0) & (listed < tokens)], minlength=tokens)
+        length = int(found[row])
+        got = united[row, :length].long()
+        assert torch.equal(got.sort().values, want.sum(0).nonzero()[:, 0])
+        assert torch.equal(counts[row, :, :length].long(), want[:, got])
+        assert not counts[row, :, length : -(-length // 64) * 64].long().any()
 
 
 def test_float16() -> None:

@@ -169,17 +169,44 @@ def test_dense_many_rows() -> None:
 
 
 def test_sparse_backward() -> None:
-    from mla_convert.runtime.kernels.sparse_mla_backward import compile_for
+    from mla_convert.runtime.kernels.sparse_mla_backward import compile_for, shared_kernel
 
-    kernel = compile_for(64, 512, 64, torch.bfloat16, slots=True)
-    instructions(kernel, "wgmma_ss<", "wgmma_rs<", "cp_async_gs_conditional<16>", "mla_scatter<false>")
+    kernel = compile_for(64, 512, 64, torch.bfloat16)
+    instructions(kernel, "wgmma_ss<", "wgmma_rs<", "cp_async_gs_conditional<16>", "mla_scatter<true>")
+    kernel = shared_kernel(512, 64, torch.bfloat16, slots=True)
+    instructions(
+        kernel,
+        "wgmma_ss<",
+        "wgmma_rs<",
+        "mla_gather<5, 576>",
+        "mla_weigh(",
+        "mla_add<false, 576, 2, 5, false>",
+    )
 
 
 def test_sparse_backward_rows_and_sums() -> None:
-    from mla_convert.runtime.kernels.sparse_mla_backward import prepare_kernel, sum_kernel
+    from mla_convert.runtime.kernels.sparse_mla_backward import (
+        parts_kernel,
+        prepare_kernel,
+        sum_kernel,
+        unite_kernel,
+    )
 
     instructions(prepare_kernel(512, torch.bfloat16), "sparse_mla_backward_prepare_kernel")
-    instructions(sum_kernel(576, 2), "sparse_mla_backward_sum_slots_kernel", "float4")
+    instructions(sum_kernel(576, "bfloat16"), "sparse_mla_backward_sum_slots_kernel", "float4")
+    instructions(parts_kernel(576, torch.bfloat16), "sparse_mla_backward_sum_parts_kernel", "float4")
+    instructions(unite_kernel(), "sparse_mla_backward_unite_kernel", "mla_union(")
+
+
+def test_parts_of_a_list_fill_the_gpu() -> None:
+    from mla_convert.runtime.kernels.sparse_mla_backward import _parts
+
+    assert [_parts(lists, 64 * lists, 32, 132) for lists in (4096, 1056)] == [1, 1]
+    assert [_parts(lists, 64 * lists, 32, 132) for lists in (1, 64)] == [32, 2] and _parts(
+        133, 8512, 32, 132
+    ) > 1
+    for lists in range(1, 1200):
+        assert all(1 <= _parts(lists, lists, blocks, 132) <= blocks for blocks in (1, 2, 7, 32))
 
 
 def test_indexer_logits_in_fp8() -> None:

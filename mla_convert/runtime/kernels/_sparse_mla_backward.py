@@ -7,8 +7,7 @@ gathers the next block. The second computes the other columns of dQ and dKV = dS
 time in two accumulators, so that one is added to memory while the other's product runs. The rows of K are free as
 soon as both have read them for dQ: the next block arrives, and its S and dP run, beside the dKV of this one.
 
-With ``slots``, rows of dKV are stored, one for each entry of a list and tile of heads, instead of being added to
-the tokens' rows; ``_sparse_mla_backward_rows.sum_slots`` sums those in a fixed order.
+Up to 32 heads, and where every run has to give the same bits, ``_sparse_mla_backward_shared`` takes its place.
 
 Shapes: S queries, T tokens, H heads, E = rank + rope (one cached token), K entries on a list.
 """
@@ -93,15 +92,14 @@ def accumulator_place(row: Any, column: Any) -> tuple[Any, Any]:
     )
 
 
-def backward(tiles: int, rank: int, rope: int, dtype: str, slots: bool) -> Any:
-    """dQ, and dKV added to tokens in float32 (or, with ``slots``, stored for each entry of each list)."""
+def backward(tiles: int, rank: int, rope: int, dtype: str) -> Any:
+    """dQ, and dKV added to tokens in float32."""
     width = rank + rope
     # Half of all columns of dQ: the second warpgroup has the rotary ones, and two accumulators of dKV beside them.
     left = min(-(-width // 128) * 64, rank - 64)
     right = rank - left
     first_left = min(left, 256)  # what one instruction takes
-    queries, tokens, heads, entries, rows = T.dynamic("queries, tokens, heads, entries, rows")
-    scatter = f"mla_scatter<{'false' if slots else 'true'}>"
+    queries, tokens, heads, entries = T.dynamic("queries, tokens, heads, entries")
 
     @T.macro
     def load(Source, row, first, heads, base, to, columns, thread):
@@ -127,16 +125,13 @@ def backward(tiles: int, rank: int, rope: int, dtype: str, slots: bool) -> Any:
                 index[r] = Indices[row, begin + r * 16 + thread // 8]
 
     @T.macro
-    def gather(KV, index, kv_rank, kv_rope, target, s, tokens, slot, thread, full):
+    def gather(KV, index, kv_rank, kv_rope, target, s, tokens, thread, full):
         """Copy the rows of a block; one that is not valid becomes zeros, and its target -1."""
         for r in T.unroll(4):
             j = r * 16 + thread // 8
             ok = (index[r] >= 0) & (index[r] < tokens)
             if thread % 8 == 0:
-                if slots:
-                    target[s, j] = T.if_then_else(ok, slot + j, -1)
-                else:
-                    target[s, j] = T.if_then_else(ok, index[r], -1)
+                target[s, j] = T.if_then_else(ok, index[r], -1)
             for u in T.unroll(left // 64):
                 T.ptx_cp_async(
                     T.access_ptr(kv_rank[j, u * 64 + thread % 8 * 8], "w", 8),
@@ -178,7 +173,7 @@ def backward(tiles: int, rank: int, rope: int, dtype: str, slots: bool) -> Any:
         T.evaluate(
             T.call_extern(
                 "handle",
-                scatter,
+                "mla_scatter<true>",
                 T.access_ptr(dKV[0, c * 64], "rw", 64),
                 T.access_ptr(acc[0, 0], "rw", 32),
                 T.access_ptr(target[s, 0], "r", 64),
@@ -214,7 +209,7 @@ def backward(tiles: int, rank: int, rope: int, dtype: str, slots: bool) -> Any:
         Offset: T.Tensor([queries, heads], "float32"),
         scale: T.float32,
         DQ: T.Tensor([queries, heads, width], dtype),
-        DKV: T.Tensor([rows, width], "float32"),
+        DKV: T.Tensor([tokens, width], "float32"),
     ):
         with T.Kernel(queries * tiles, threads=256) as block:
             T.import_source(SCATTER)
@@ -266,7 +261,7 @@ def backward(tiles: int, rank: int, rope: int, dtype: str, slots: bool) -> Any:
                     load(Q, row, first, heads, rank, q_rope, rope, thread)
                 T.cp_async_barrier_noinc(q_full[0])
                 if count > 0:
-                    gather(KV, index, kv_rank, kv_rope, target, 0, tokens, block * entries, thread, full)
+                    gather(KV, index, kv_rank, kv_rope, target, 0, tokens, thread, full)
                 for h in T.Parallel(64):
                     lse2[h] = NOTHING
                     share[h] = 0.0
@@ -319,10 +314,7 @@ def backward(tiles: int, rank: int, rope: int, dtype: str, slots: bool) -> Any:
                     T.barrier_arrive(kv_free[0])
                     T.barrier_wait(kv_free[0], i & 1)
                     if i + 1 < count:
-                        gather(
-                            KV, index, kv_rank, kv_rope, target, (i + 1) % 2, tokens,
-                            block * entries + (i + 1) * BLOCK, thread, full,
-                        )  # fmt: skip
+                        gather(KV, index, kv_rank, kv_rope, target, (i + 1) % 2, tokens, thread, full)
                 if count > 0:
                     T.barrier_wait(p_free[0], (count & 1) ^ 1)
                 T.copy(dq0, q_rank[:, :first_left])

@@ -1,4 +1,4 @@
-"""The small programs around ``_sparse_mla_backward``: terms of each query and head, and the deterministic sum.
+"""The small programs around ``_sparse_mla_backward``: terms of each query and head, and sums in a fixed order.
 
 Shapes: S queries, T tokens, H heads, E = rank + rope (one cached token), K entries on a list.
 """
@@ -54,10 +54,11 @@ def prepare(rank: int, dtype: str) -> Any:
                 if tile * rows + h < heads:
                     share[h] = 1.0
                     if has_sink != 0:
-                        # An empty row has lse -inf and share 0; a sink of -inf takes nothing, even of that.
                         share[h] = 1.0 / (
                             1.0 + T.exp2((Sink[tile * rows + h] - Lse[s, tile * rows + h]) * LOG2E)
                         )
+                        if Lse[s, tile * rows + h] == -T.infinity("float32"):
+                            share[h] = 0.0  # of an empty row, even beside a sink of -inf
                     Share[s, tile * rows + h] = share[h]
                     Delta[s, tile * rows + h] = delta[h]
                     Lse2[s, tile * rows + h] = T.if_then_else(
@@ -73,37 +74,201 @@ def prepare(rank: int, dtype: str) -> Any:
     return sparse_mla_backward_prepare
 
 
-def sum_slots(width: int, tiles: int) -> Any:
+def slot_dtype(dtype: str) -> str:
+    """Of one entry's gradient: bfloat16 is what P and dS were rounded to, float16 might overflow."""
+    return "bfloat16" if dtype == "bfloat16" else "float32"
+
+
+def sum_slots(width: int, dtype: str) -> Any:
     """dKV[t] += the rows of every entry that lists token t, in the order of ``Order``: two runs give equal bits.
 
-    ``Order`` holds numbers of entries (query * entries + position), those of token t from ``Begin[t]`` on.
+    ``Order`` holds numbers of entries (list * K + position), those of token t from ``Begin[t]`` on, and the
+    rows begin with those of entry ``first``. An entry has a row for each of ``tiles`` tiles of heads.
     """
     tokens, listed, slots, bounds = T.dynamic("tokens, listed, slots, bounds")
-    threads = -(-width // 128) * 32
+    columns = 128 // (16 if dtype == "bfloat16" else 32)  # 16 bytes
+    threads = -(-width // columns // 32) * 32
+    ahead = 8  # rows in flight
 
     @T.prim_func
     def sparse_mla_backward_sum_slots(
-        Slots: T.Tensor([slots, width], "float32"),
+        Slots: T.Tensor([slots, width], dtype),
         Order: T.Tensor([listed], "int64"),
         Begin: T.Tensor([bounds], "int64"),
-        entries: T.int32,
+        first: T.int64,
+        tiles: T.int32,
         DKV: T.Tensor([tokens, width], "float32"),
     ):
         with T.Kernel(tokens, threads=threads) as token:
-            total = T.alloc_local([4], "float32")
-            number = T.alloc_var("int64")
-            slot = T.alloc_var("int64")
-            column = T.get_thread_binding() * 4
+            total = T.alloc_local([columns], "float32")
+            row = T.alloc_local([ahead, columns], dtype)
+            begin = T.alloc_var("int64")
+            count = T.alloc_var("int32")
+            last = T.alloc_var("int32")
+            column = T.get_thread_binding() * columns
             if column < width:
-                for k in T.vectorized(4):
+                begin = Begin[token]
+                count = T.cast(Begin[token + 1] - begin, "int32") * tiles
+                last = count - 1
+                for k in T.vectorized(columns):
                     total[k] = DKV[token, column + k]
-                for n in T.serial(T.cast(Begin[token + 1] - Begin[token], "int32")):
-                    number = Order[Begin[token] + n]
-                    for tile in T.unroll(tiles):
-                        slot = (number // entries * tiles + tile) * entries + number % entries
-                        for k in T.vectorized(4):
-                            total[k] = total[k] + Slots[slot, column + k]
-                for k in T.vectorized(4):
+                for n in T.serial(T.ceildiv(count, ahead)):
+                    for u in T.unroll(ahead):
+                        for k in T.vectorized(columns):
+                            row[u, k] = Slots[
+                                (Order[begin + T.truncdiv(T.min(n * ahead + u, last), tiles)] - first) * tiles
+                                + T.truncmod(T.min(n * ahead + u, last), tiles),
+                                column + k,
+                            ]
+                    for u in T.unroll(ahead):
+                        if n * ahead + u < count:
+                            for k in T.unroll(columns):
+                                total[k] = total[k] + T.cast(row[u, k], "float32")
+                for k in T.vectorized(columns):
                     DKV[token, column + k] = total[k]
 
     return sparse_mla_backward_sum_slots
+
+
+def sum_parts(width: int, dtype: str) -> Any:
+    """dQ from its float32 parts, in their order: two runs give equal bits."""
+    rows, part_rows = T.dynamic("rows, part_rows")
+
+    @T.prim_func
+    def sparse_mla_backward_sum_parts(
+        Part: T.Tensor([part_rows, width], "float32"),
+        parts: T.int32,
+        DQ: T.Tensor([rows, width], dtype),
+    ):
+        with T.Kernel(rows, threads=width // 4) as row:
+            total = T.alloc_local([4], "float32")
+            rounded = T.alloc_local([4], dtype)
+            column = T.get_thread_binding() * 4
+            T.fill(total, 0.0)
+            for part in T.serial(parts):
+                for k in T.vectorized(4):
+                    total[k] = total[k] + Part[part * rows + row, column + k]
+            for k in T.vectorized(4):
+                rounded[k] = total[k]
+            for k in T.vectorized(4):
+                DQ[row, column + k] = rounded[k]
+
+    return sparse_mla_backward_sum_parts
+
+
+GROUP = 4  # queries of a list at most
+UNION_THREADS = 1024
+UNION_TOKENS = 1 << 18  # at most: a bit and a count of the bits before it, in shared memory
+UNION_ENTRIES = 8192  # at most, of all lists together
+
+UNION = """
+__device__ __forceinline__ int mla_block_sum_before(int mine, int* total, int* warps) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int sum = mine;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(0xffffffffu, sum, step);
+    if (lane >= step) sum += other;
+  }
+  if (lane == 31) warps[warp] = sum;
+  __syncthreads();
+  int before = 0, all = 0;
+  for (int w = 0; w < (int)blockDim.x / 32; ++w) {
+    before += w < warp ? warps[w] : 0;
+    all += warps[w];
+  }
+  *total = all;
+  return before + sum - mine;
+}
+
+// The tokens that some of the lists name, in their order, and how often each list names each.
+__device__ __forceinline__ void mla_union(
+    int* tokens_out, unsigned short* counts_out, int* length_out, const int* lists, const int* lengths, int queries,
+    int entries, int stride, int tokens, unsigned* seen, unsigned* before, unsigned* counts, int* warps) {
+  const int words = (tokens + 31) / 32, listed = queries * entries;
+  for (int i = threadIdx.x; i < words; i += blockDim.x) seen[i] = 0;
+  for (int i = threadIdx.x; i < 2 * listed; i += blockDim.x) counts[i] = 0;
+  __syncthreads();
+  const auto each = [&](auto function) {
+    for (int i = threadIdx.x; i < listed; i += blockDim.x) {
+      const int query = i / entries, token = lists[i];
+      if (i - query * entries < lengths[query] && token >= 0 && token < tokens) function(query, token);
+    }
+  };
+  each([&](int, int token) { atomicOr(&seen[token >> 5], 1u << (token & 31)); });
+  __syncthreads();
+  const int chunk = (words + blockDim.x - 1) / blockDim.x, first = min((int)threadIdx.x * chunk, words);
+  const int last = min(first + chunk, words);
+  int mine = 0, total;
+  for (int i = first; i < last; ++i) mine += __popc(seen[i]);
+  int place = mla_block_sum_before(mine, &total, warps);
+  for (int i = first; i < last; ++i) {
+    before[i] = place;
+    place += __popc(seen[i]);
+  }
+  // Each list starts at another token, or all thread blocks would add to the same ones at the same time.
+  const int shift = __umulhi(blockIdx.x * 0x9e3779b1u, total);
+  const auto turned = [&](int at) { return at + shift < total ? at + shift : at + shift - total; };
+  __syncthreads();
+  each([&](int query, int token) {
+    const int at = turned(before[token >> 5] + __popc(seen[token >> 5] & ((1u << (token & 31)) - 1)));
+    atomicAdd(&counts[at * 2 + query / 2], 1u << (query % 2 * 16));
+  });
+  __syncthreads();
+  for (int i = threadIdx.x; i < words; i += blockDim.x) {
+    int at = before[i];
+    for (unsigned rest = seen[i]; rest; rest &= rest - 1) tokens_out[turned(at++)] = i * 32 + __ffs(rest) - 1;
+  }
+  for (int i = threadIdx.x; i < (total + 63) / 64 * 64; i += blockDim.x) {
+#pragma unroll
+    for (int query = 0; query < 4; ++query) {
+      const unsigned count = i < total ? counts[i * 2 + query / 2] >> (query % 2 * 16) : 0;
+      counts_out[query * (long long)stride + i] = count & 0xffff;
+    }
+  }
+  if (threadIdx.x == 0) *length_out = total;
+}
+"""
+
+
+def unite() -> Any:
+    """One list for each ``group`` queries: the tokens that some of theirs name, and how often each query names each."""
+    queries, entries, lists, united = T.dynamic("queries, entries, lists, united")
+
+    @T.prim_func
+    def sparse_mla_backward_unite(
+        Indices: T.Tensor([queries, entries], "int32"),
+        Lengths: T.Tensor([queries], "int32"),
+        tokens: T.int32,
+        group: T.int32,
+        Tokens: T.Tensor([lists, united], "int32"),
+        Counts: T.Tensor([lists, GROUP, united], "uint16"),
+        UnitedLengths: T.Tensor([lists], "int32"),
+    ):
+        with T.Kernel(lists, threads=UNION_THREADS) as row:
+            T.import_source(UNION)
+            seen = T.alloc_shared([UNION_TOKENS // 32], "uint32", scope="shared.dyn")
+            before = T.alloc_shared([UNION_TOKENS // 32], "uint32", scope="shared.dyn")
+            counts = T.alloc_shared([UNION_ENTRIES * 2], "uint32", scope="shared.dyn")
+            warps = T.alloc_shared([32], "int32", scope="shared.dyn")
+            T.evaluate(
+                T.call_extern(
+                    "handle",
+                    "mla_union",
+                    T.access_ptr(Tokens[row, 0], "w", united),
+                    T.access_ptr(Counts[row, 0, 0], "w", GROUP * united),
+                    T.access_ptr(UnitedLengths[row], "w", 1),
+                    T.access_ptr(Indices[row * group, 0], "r", entries),
+                    T.access_ptr(Lengths[row * group], "r", 1),
+                    T.min(group, queries - row * group),
+                    entries,
+                    united,
+                    tokens,
+                    T.access_ptr(seen[0], "rw", UNION_TOKENS // 32),
+                    T.access_ptr(before[0], "rw", UNION_TOKENS // 32),
+                    T.access_ptr(counts[0], "rw", UNION_ENTRIES * 2),
+                    T.access_ptr(warps[0], "rw", 32),
+                )
+            )
+
+    return sparse_mla_backward_unite

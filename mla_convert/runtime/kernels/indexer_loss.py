@@ -123,7 +123,7 @@ def loss_and_gradients(
             )  # fmt: skip
             if slots:
                 order, begin = entry_order(listed_SK, lengths_S, tokens)
-                _entry("sum", width, 1)(dk, order, begin, entries, dk_TJ)
+                _entry("sum", width, "float32")(dk, order, begin[0], 0, 1, dk_TJ)
     return loss_S.sum(), counted, (dq_SIJ[..., :dim], dk_TJ[:, :dim], dw_SI) if wanted else ()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,12 +23,26 @@ from mla_convert.runtime.kernels._common import (
     pad_features,
     require,
 )
+from mla_convert.runtime.kernels._sparse_mla import BLOCK
 from mla_convert.runtime.kernels._sparse_mla_backward import backward
-from mla_convert.runtime.kernels._sparse_mla_backward_rows import prepare, sum_slots
+from mla_convert.runtime.kernels._sparse_mla_backward_cuda import in_quads
+from mla_convert.runtime.kernels._sparse_mla_backward_rows import (
+    GROUP,
+    UNION_ENTRIES,
+    UNION_TOKENS,
+    prepare,
+    slot_dtype,
+    sum_parts,
+    sum_slots,
+    unite,
+)
+from mla_convert.runtime.kernels._sparse_mla_backward_shared import shared_backward
 from mla_convert.runtime.kernels.sparse_mla import list_lengths
 from mla_convert.runtime.kernels.sparse_mla import unsupported as forward_unsupported
 
 MAX_ROPE = 64
+FEW_HEADS = 32
+"""So many at most, and neighbouring queries share lists."""
 SLOT_BYTES = 1 << 30
 """What the deterministic mode may hold at once of the gradients of single entries, before their sum."""
 
@@ -57,13 +72,14 @@ def sparse_mla_backward(
         out_SHR, lse_SH: What it returned.
         d_out_SHR, d_lse: Gradients of both; None: that of lse is 0.
         deterministic: False adds to dkv with atomics, in an order that differs from run to run. True stores every
-            entry's gradient ([entries, E] float32, ``SLOT_BYTES`` at a time) and sums them in a fixed order: two
-            runs give equal bits, at about twice the time. None: what
+            entry's gradient ([entries, E] bfloat16, float32 if q is float16, ``SLOT_BYTES`` at a time) and sums them
+            in float32 in a fixed order: two runs give equal bits, at about one and a half times the time. None: what
             ``torch.are_deterministic_algorithms_enabled`` says.
 
     Returns:
         dq and dkv in shape and dtype of q and kv, and d_sink [H] in the dtype of attn_sink, or None. dq and d_sink
-        are the same in every run. A token listed twice gets two gradients.
+        are the same in every run. A token listed twice gets two gradients. Up to 32 heads, neighbouring queries share
+        products: where something is not finite in one of them, their gradients are not finite either.
 
     Raises:
         CannotError: A size, dtype or scale that the kernels do not take; ``unsupported`` says which.
@@ -113,6 +129,27 @@ class _RowTerms:
             torch.empty_like(like_SH) for _ in range(4)
         )
 
+    def __getitem__(self, rows: slice) -> _RowTerms:
+        some = _RowTerms.__new__(_RowTerms)
+        for name in self.__slots__:
+            setattr(some, name, getattr(self, name)[rows])
+        return some
+
+
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """Lists int32 [L, K] of ``group`` queries each, their lengths int32 [L], and how often each query of a list names
+    each entry, uint16 [L, GROUP, K] (of no meaning where ``group`` is 1)."""
+
+    indices: Tensor
+    lengths: Tensor
+    counts: Tensor
+    group: int
+
+    def __getitem__(self, some: slice) -> _Lists:
+        counts = self.counts[some] if self.group > 1 else self.counts
+        return _Lists(self.indices[some], self.lengths[some], counts, self.group)
+
 
 def _row_terms(
     out_SHR: Tensor,
@@ -152,13 +189,19 @@ def _atomic(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """dq, and dkv in float32, which every thread block adds to."""
+    (_, heads, width), rank = q_SHE.shape, d_out_SHR.shape[2]
     dq_SHE = torch.empty_like(q_SHE)
     dkv_TE = torch.zeros(kv_TE.shape, dtype=torch.float32, device=kv_TE.device)
-    lengths_S = list_lengths(indices_SK, limits_S, kv_TE.shape[0])
-    _main(q_SHE, d_out_SHR.shape[2], slots=False)(
-        q_SHE, kv_TE, indices_SK, lengths_S, d_out_SHR, terms.lse2_SH, terms.share_SH, terms.offset_SH, scale,
-        dq_SHE, dkv_TE,
-    )  # fmt: skip
+    if heads > FEW_HEADS:
+        lengths_S = list_lengths(indices_SK, limits_S, kv_TE.shape[0])
+        _entry("main", heads, rank, width - rank, q_SHE.dtype)(
+            q_SHE, kv_TE, indices_SK, lengths_S, d_out_SHR, terms.lse2_SH, terms.share_SH, terms.offset_SH, scale,
+            dq_SHE, dkv_TE,
+        )  # fmt: skip
+        return dq_SHE, dkv_TE
+    lists = _shared_lists(indices_SK, limits_S, heads, kv_TE.shape[0])
+    parts = _parts_for(q_SHE, lists)
+    _shared(q_SHE, in_quads(kv_TE), lists, parts, d_out_SHR, terms, scale, dq_SHE, dkv_TE, slots=False)
     return dq_SHE, dkv_TE
 
 
@@ -172,43 +215,124 @@ def _deterministic(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The same, some queries at a time: every entry's gradient to its own row, then sums in the entries' order."""
-    (queries, heads, width), (tokens, entries) = q_SHE.shape, (kv_TE.shape[0], indices_SK.shape[1])
-    tiles = -(-heads // 64)
+    (queries, heads, width), tokens = q_SHE.shape, kv_TE.shape[0]
+    lists = _shared_lists(indices_SK, limits_S, heads, tokens)
+    count, entries = lists.indices.shape
+    quads_TE = in_quads(kv_TE)
+    tiles = -(-heads * lists.group // 64)
     dq_SHE = torch.empty_like(q_SHE)
     dkv_TE = torch.zeros(kv_TE.shape, dtype=torch.float32, device=kv_TE.device)
-    lengths_S = list_lengths(indices_SK, limits_S, tokens)
-    step = min(queries, max(1, SLOT_BYTES // (4 * width * entries * tiles)))
-    wave = max(1, torch.cuda.get_device_properties(q_SHE.device).multi_processor_count // tiles)
-    step = step // wave * wave if wave <= step < queries else step
-    slots = torch.empty(step * tiles * entries, width, dtype=torch.float32, device=kv_TE.device)
-    for first in range(0, queries, step):
-        rows = slice(first, min(first + step, queries))
-        chosen_SK = indices_SK[rows]
-        order, begin = entry_order(chosen_SK, lengths_S[rows], tokens)
-        _main(q_SHE, d_out_SHR.shape[2], slots=True)(
-            q_SHE[rows], kv_TE, chosen_SK, lengths_S[rows], d_out_SHR[rows], terms.lse2_SH[rows],
-            terms.share_SH[rows], terms.offset_SH[rows], scale, dq_SHE[rows], slots,
+    parts = _parts_for(q_SHE, lists)  # of all queries, so that the step changes no bits
+    dtype = slot_dtype(DTYPES[q_SHE.dtype])
+    slots_of = functools.partial(torch.empty, dtype=getattr(torch, dtype), device=kv_TE.device)
+    step = min(count, max(1, SLOT_BYTES // (slots_of(0).itemsize * width * entries * tiles)))
+    wave = max(1, _multiprocessors(q_SHE.device) // tiles)
+    step = step // wave * wave if wave <= step < count else step
+    slots = slots_of(step * tiles * entries, width)
+    order, begin = entry_order(lists.indices, lists.lengths, tokens, step)
+    for i, first in enumerate(range(0, count, step)):
+        some = lists[first : first + step]
+        rows = slice(first * lists.group, min((first + step) * lists.group, queries))
+        _shared(
+            q_SHE[rows], quads_TE, some, parts, d_out_SHR[rows], terms[rows], scale, dq_SHE[rows], slots, slots=True
         )  # fmt: skip
-        _entry("sum", width, tiles)(slots, order, begin, entries, dkv_TE)
+        _entry("sum", width, dtype)(slots, order, begin[i], first * entries, tiles, dkv_TE)
     return dq_SHE, dkv_TE
 
 
-def entry_order(indices_SK: Tensor, lengths_S: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """The entries of all lists by the token they name, and where each token's begin: what ``sum_kernel`` takes.
+def entry_order(
+    indices_SK: Tensor, lengths_S: Tensor, tokens: int, step: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """The entries of ``step`` lists at a time (None: of all), by the token they name: what ``sum_kernel`` takes.
 
     Returns:
-        order int64 [S * K]: positions in ``indices_SK``, flattened; those that name one token keep their order, those
-        that are not valid are last. begin int64 [T + 1]: token t has order[begin[t]:begin[t + 1]].
+        order int64 [S * K]: positions in ``indices_SK``, flattened; those of one step that name one token keep their
+        order. begin int64 [steps, T + 1]: token t has order[begin[i, t]:begin[i, t + 1]].
     """
-    positions_K = torch.arange(indices_SK.shape[1], device=indices_SK.device)
+    (lists, entries), device = indices_SK.shape, indices_SK.device
+    steps = -(-lists // (step or lists))
+    dtype = torch.int32 if steps * (tokens + 1) < 2**31 else torch.int64
+    first_S = torch.arange(lists, dtype=dtype, device=device) // (step or lists) * (tokens + 1)
+    positions_K = torch.arange(entries, dtype=torch.int32, device=device)
     valid_SK = (indices_SK >= 0) & (indices_SK < tokens) & (positions_K < lengths_S[:, None])
-    sorted_tokens, order = torch.where(valid_SK, indices_SK, tokens).flatten().sort(stable=True)
-    every_token = torch.arange(tokens + 1, dtype=torch.int32, device=indices_SK.device)
-    return order, torch.searchsorted(sorted_tokens, every_token)
+    named_SK = torch.where(valid_SK, indices_SK, tokens) + first_S[:, None]
+    named, order = named_SK.flatten().sort(stable=True)
+    every = torch.arange(steps * (tokens + 1), dtype=dtype, device=device)
+    return order, torch.searchsorted(named, every).view(steps, tokens + 1)
 
 
-def _main(q_SHE: Tensor, rank: int, *, slots: bool) -> Callable[..., None]:
-    return _entry("main", q_SHE.shape[1], rank, q_SHE.shape[2] - rank, q_SHE.dtype, slots)
+def _shared(
+    q_SHE: Tensor,
+    kv_TE: Tensor,
+    lists: _Lists,
+    parts: int,
+    d_out_SHR: Tensor,
+    terms: _RowTerms,
+    scale: float,
+    dq_SHE: Tensor,
+    dkv: Tensor,
+    *,
+    slots: bool,
+) -> None:
+    """The five products of some queries: writes their dq, and adds to dkv [T, E] (or fills its ``slots``)."""
+    (_, heads, width), rank = q_SHE.shape, d_out_SHR.shape[2]
+    q, d_out, dq = (x.flatten(0, 1) for x in (q_SHE, d_out_SHR, dq_SHE))
+    query_rows = heads if lists.group > 1 else 64  # of a tile
+    part = dq
+    if parts > 1:
+        part = torch.empty(len(dq) * parts, width, dtype=torch.float32, device=dq.device)
+    _entry("shared", rank, width - rank, q.dtype, slots, parts > 1)(
+        q, kv_TE, lists.indices, lists.lengths, lists.counts, query_rows, heads * lists.group, parts, d_out,
+        terms.lse2_SH.flatten(), terms.share_SH.flatten(), terms.offset_SH.flatten(), scale, part, dkv,
+    )  # fmt: skip
+    if parts > 1:
+        _entry("parts", width, q.dtype)(part, parts, dq)
+
+
+def _shared_lists(indices_SK: Tensor, limits_S: Tensor | None, heads: int, tokens: int) -> _Lists:
+    """As many queries on a list as fill a tile of 64 heads, up to ``GROUP``: what they all list is added once."""
+    (queries, entries), device = indices_SK.shape, indices_SK.device
+    lengths_S = list_lengths(indices_SK, limits_S, tokens)
+    group = min(GROUP, 64 // heads, queries, UNION_ENTRIES // entries)
+    if group < 2 or tokens > UNION_TOKENS:
+        nothing = torch.empty(1, GROUP, entries, dtype=torch.uint16, device=device)
+        return _Lists(indices_SK, lengths_S, nothing, 1)
+    count, united = -(-queries // group), -(-group * entries // BLOCK) * BLOCK
+    lists = _Lists(
+        torch.empty(count, united, dtype=torch.int32, device=device),
+        torch.empty(count, dtype=torch.int32, device=device),
+        torch.empty(count, GROUP, united, dtype=torch.uint16, device=device),
+        group,
+    )
+    _entry("unite")(indices_SK, lengths_S, tokens, group, lists.indices, lists.counts, lists.lengths)
+    return lists
+
+
+def _parts_for(q_SHE: Tensor, lists: _Lists) -> int:
+    (queries, heads, _), (count, entries) = q_SHE.shape, lists.indices.shape
+    tiles = -(-heads * lists.group // 64)
+    return _parts(count * tiles, queries * heads, -(-entries // BLOCK), _multiprocessors(q_SHE.device))
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(lists: int, rows: int, blocks: int, multiprocessors: int) -> int:
+    """How many thread blocks share a list: what fills the GPU soonest, in units of one block of 64 keys (5 us).
+
+    A thread block costs about one such unit beside its keys, and the sum of the parts two and its traffic.
+    """
+    if lists >= 8 * multiprocessors:
+        return 1
+
+    def cost(parts: int) -> float:
+        merge = 2 + rows * parts / 3000 if parts > 1 else 0
+        return -(-lists * parts // multiprocessors) * (-(-blocks // parts) + 1) + merge
+
+    return min(range(1, min(blocks, 32) + 1), key=cost)
 
 
 @functools.cache
@@ -216,7 +340,10 @@ def _entry(what: str, *key: Any) -> Callable[..., None]:
     builders: dict[str, Callable[..., Any]] = {
         "prepare": prepare_kernel,
         "main": compile_for,
+        "shared": shared_kernel,
         "sum": sum_kernel,
+        "parts": parts_kernel,
+        "unite": unite_kernel,
     }
     return launcher(builders[what](*key))
 
@@ -231,19 +358,35 @@ def unsupported(q_SHE: Tensor, d_v: int, scale: float) -> str | None:
     return None
 
 
-def compile_for(heads: int, rank: int, rope: int, dtype: torch.dtype, slots: bool = False) -> Any:
-    """The five products for a head count and native sizes; compiles without a GPU, once per variant.
-
-    ``slots`` is for the deterministic mode, whose results go to ``sum_kernel``.
-    """
+def compile_for(heads: int, rank: int, rope: int, dtype: torch.dtype) -> Any:
+    """The five products for a head count and native sizes; compiles without a GPU, once per variant."""
     tiles, name = -(-heads // 64), DTYPES[dtype]
-    key = ("sparse_mla_backward", tiles, rank, rope, name, slots)
     return compiled(
-        key,
-        lambda: backward(tiles, rank, rope, name, slots),
+        ("sparse_mla_backward", tiles, rank, rope, name),
+        lambda: backward(tiles, rank, rope, name),
         safe_access=False,
         insert_barriers=False,
     )
+
+
+def shared_kernel(rank: int, rope: int, dtype: torch.dtype, slots: bool = False, split: bool = False) -> Any:
+    """The five products for lists that several queries may share, for native sizes.
+
+    ``slots`` is for the deterministic mode, whose results go to ``sum_kernel``; ``split`` for few queries, where
+    several thread blocks share a list: their parts of dq go to ``parts_kernel``.
+    """
+    name = DTYPES[dtype]
+    return compiled(
+        ("sparse_mla_backward_shared", rank, rope, name, slots, split),
+        lambda: shared_backward(rank, rope, name, slots, split),
+        safe_access=False,
+        insert_barriers=False,
+    )
+
+
+def unite_kernel() -> Any:
+    """The kernel that makes one list of those of several queries."""
+    return compiled("sparse_mla_backward_unite", unite)
 
 
 def prepare_kernel(rank: int, dtype: torch.dtype) -> Any:
@@ -251,9 +394,16 @@ def prepare_kernel(rank: int, dtype: torch.dtype) -> Any:
     return compiled(("sparse_mla_backward_prepare", rank, dtype), lambda: prepare(rank, DTYPES[dtype]))
 
 
-def sum_kernel(width: int, tiles: int) -> Any:
+def sum_kernel(width: int, dtype: str) -> Any:
     """The kernel that sums entries' gradients in a fixed order."""
-    return compiled(("sparse_mla_backward_sum", width, tiles), lambda: sum_slots(width, tiles))
+    return compiled(
+        ("sparse_mla_backward_sum", width, dtype), lambda: sum_slots(width, dtype), safe_access=False
+    )
+
+
+def parts_kernel(width: int, dtype: torch.dtype) -> Any:
+    """The kernel that sums the parts of dq that several thread blocks have of a list."""
+    return compiled(("sparse_mla_backward_parts", width, dtype), lambda: sum_parts(width, DTYPES[dtype]))
 
 
 def native(d_v: int, rope: int) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from mla_convert.runtime.kernels import (
     sparse_mla_backward,
     topk,
 )
+from mla_convert.runtime.kernels._common import DTYPES
+from mla_convert.runtime.kernels._sparse_mla_backward_rows import slot_dtype
 from mla_convert.runtime.spec import AttentionSpec
 
 
@@ -91,13 +94,20 @@ def _backward(spec: AttentionSpec, dtype: torch.dtype) -> Iterator[Variant]:
         return
     rank, rope = sparse_mla_backward.native(spec.rank, spec.rope)
     yield Variant(f"gradients: rows, {rank} dims", partial(sparse_mla_backward.prepare_kernel, rank, dtype))
-    for slots in (False, True):
-        name = f"gradients: {spec.heads} heads, {rank} + {rope} dims" + (", deterministic" if slots else "")
-        main = partial(sparse_mla_backward.compile_for, spec.heads, rank, rope, dtype, slots)
-        yield Variant(name, main)
-    tiles = -(-spec.heads // 64)
-    sums = partial(sparse_mla_backward.sum_kernel, rank + rope, tiles)
-    yield Variant(f"gradients: deterministic sums, {rank + rope} dims, {tiles} tiles", sums)
+    few = spec.heads <= sparse_mla_backward.FEW_HEADS
+    if few:
+        yield Variant("gradients: one list of several", sparse_mla_backward.unite_kernel)
+    else:
+        main = partial(sparse_mla_backward.compile_for, spec.heads, rank, rope, dtype)
+        yield Variant(f"gradients: {spec.heads} heads, {rank} + {rope} dims", main)
+    for slots, split in product((False, True) if few else (True,), (False, True)):
+        name = f"gradients: {rank} + {rope} dims, " + ("deterministic" if slots else "few heads")
+        shared = partial(sparse_mla_backward.shared_kernel, rank, rope, dtype, slots, split)
+        yield Variant(name + (", few queries" if split else ""), shared)
+    parts = partial(sparse_mla_backward.parts_kernel, rank + rope, dtype)
+    yield Variant(f"gradients: sums of parts, {rank + rope} dims", parts)
+    sums = partial(sparse_mla_backward.sum_kernel, rank + rope, slot_dtype(DTYPES[dtype]))
+    yield Variant(f"gradients: deterministic sums, {rank + rope} dims", sums)
 
 
 def _selection(heads: int, dim: int, dtype: torch.dtype) -> Iterator[Variant]:
@@ -120,5 +130,5 @@ def _loss(spec: AttentionSpec, heads: int, dim: int, dtype: torch.dtype) -> Iter
     for slots in (False, True):
         name = f"indexer loss: {heads} heads, {width} dims" + (", deterministic" if slots else "")
         yield Variant(name, partial(indexer_loss.compile_for, heads, width, dtype, slots))
-    sums = partial(sparse_mla_backward.sum_kernel, width, 1)
+    sums = partial(sparse_mla_backward.sum_kernel, width, "float32")
     yield Variant(f"indexer loss: deterministic sums, {width} dims", sums)
