@@ -16,7 +16,7 @@ SMALLEST_SHARE = 4  # units that are worth a thread block of their own
 PLAN_THREADS = 1024
 
 
-def plan() -> Any:
+def plan(early: bool = False) -> Any:
     """The programs' schedule. A query's span is from ``Starts`` and ``Ends``; or, with ``use_lengths``, from 0 to the
     length of its request, less the causal queries behind it."""
     requests, ranges, lines = T.dynamic("requests, ranges, lines")
@@ -54,6 +54,8 @@ def plan() -> Any:
             all_high = T.alloc_var("int32")
             item = T.alloc_var("int32")
             thread = T.get_thread_binding()
+            if early:
+                T.pdl_trigger()
             each = T.ceildiv(items, PLAN_THREADS)
             mine = 0
             for k in T.serial(each):
@@ -127,7 +129,7 @@ def plan() -> Any:
     return dense_mla_plan
 
 
-def combine(tile: int, rank: int, dtype: str, warps: int) -> Any:
+def combine(tile: int, rank: int, dtype: str, warps: int, early: bool = False) -> Any:
     """Merge the parts of the items that were cut, ``warps`` (1 or 8) a row and 8 a thread block.
 
     A thread block is for a cut and 8 // ``warps`` rows of its item. The first cut of an item does the work; the
@@ -173,6 +175,8 @@ def combine(tile: int, rank: int, dtype: str, warps: int) -> Any:
             item_row = block * rows_block + thread // 32 // warps
             h = item_row % tile
             lane = item_row // tile
+            if early:
+                T.pdl_sync()
             share = Plan[items + shares, 0]
             item = Plan[items + cut, 1]
             if item >= 0:

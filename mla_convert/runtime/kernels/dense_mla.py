@@ -31,9 +31,13 @@ from mla_convert.runtime.kernels._common import (
 )
 from mla_convert.runtime.kernels._dense import BLOCK, PLAN_COLUMNS
 from mla_convert.runtime.kernels._dense_few import few_rows
+from mla_convert.runtime.kernels._dense_few_fp8 import MOST_COLUMNS as FP8_COLUMNS
+from mla_convert.runtime.kernels._dense_few_fp8 import few_fp8_rows
 from mla_convert.runtime.kernels._dense_many import TILE, many_rows
 from mla_convert.runtime.kernels._dense_many_blocks import many_rows_by_blocks
 
+import os
+EARLY = os.environ.get('EARLY') == '1'
 MAX_RANK = 512
 MAX_WIDTH = 576
 FEW = 32
@@ -307,18 +311,20 @@ def compile_for(
                 insert_barriers=False,
             )
         return compiled(("dense", tile, rank, rope, name, fp8), lambda: many_rows(rank, rope, name, fp8))
-    return compiled(("dense", tile, rank, rope, name, fp8), lambda: few_rows(tile, rank, rope, name, fp8))
+    if fp8 and tile <= FP8_COLUMNS:
+        return compiled(("dense fp8", tile), lambda: few_fp8_rows(tile, EARLY), insert_barriers=False)
+    return compiled(("dense", tile, rank, rope, name, fp8), lambda: few_rows(tile, rank, rope, name, fp8, EARLY))
 
 
 def plan_kernel() -> Any:
     """The kernel that shares the work out."""
-    return compiled("dense plan", programs.plan)
+    return compiled("dense plan", lambda: programs.plan(EARLY))
 
 
 def combine_kernel(tile: int, rank: int, dtype: torch.dtype, warps: int) -> Any:
     """The kernel that merges the parts of what was cut, with 1 or 8 warps a row: 8 where parts are many."""
     key = ("dense combine", tile, rank, dtype, warps)
-    return compiled(key, lambda: programs.combine(tile, rank, DTYPES[dtype], warps))
+    return compiled(key, lambda: programs.combine(tile, rank, DTYPES[dtype], warps, EARLY))
 
 
 def _check(
