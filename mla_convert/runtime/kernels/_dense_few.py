@@ -161,10 +161,8 @@ def steps(columns: int, rank: int) -> SimpleNamespace:
     return SimpleNamespace(softmax=softmax, reduce_sums=reduce_sums, weigh=weigh, merge=merge)
 
 
-def few_rows(
-    columns: int, rank: int, rope: int, dtype: str, fp8: bool, early: bool = False
-) -> Any:
-    """Tokens on the M side, ``columns`` (8, 16 or 32) rows on the N side.
+def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
+    """Tokens on the M side, ``columns`` (8, 16 or 32; with ``fp8``: 32) rows on the N side.
 
     The consumers walk alternate blocks, each with its own softmax state, output and buffer; nothing passes between
     them until they merge at the end. A consumer computes S^T = K q^T, takes the exponentials where the product
@@ -176,9 +174,7 @@ def few_rows(
     rows, tokens, requests, entries = T.dynamic("rows, tokens, requests, entries")
     lines, slots, heads = T.dynamic("lines, slots, heads")
     stride = BLOCK + 4  # keeps the turn round free of bank conflicts and its rows on 16 bytes
-    own_registers = (
-        216 if not fp8 else 184 if columns <= 16 else 208
-    )  # of a consumer's thread; FP8 rows pass through the producer's
+    own_registers = 208 if fp8 else 216  # of a consumer's thread; FP8 rows pass through the producer's
     width, kv_type = (FP8_ROW, "float8_e4m3fn") if fp8 else (rank + rope, dtype)
     # What only FP8 rows have is the rows themselves once more.
     scale_width, scale_type = (FP8_ROW // 4, "float32") if fp8 else (width, dtype)
@@ -189,10 +185,8 @@ def few_rows(
 
     @T.macro
     def consume(
-        g, t, w, turn, scale, q_rank, q_rope, kv_rank, kv_rope, bounds_sh, round_sh,
-                        p_sh,
-        factor_sh, highest_sh, total_sh, flag_sh, valid, holes, used, q_full, q_free, full, free, score, p, sums,
-        out_left, out_right,
+        g, t, w, turn, scale, q_rank, q_rope, kv_rank, kv_rope, bounds_sh, round_sh, p_sh, factor_sh, highest_sh,
+        total_sh, flag_sh, valid, holes, used, q_full, q_free, full, free, score, p, sums, out_left, out_right,
     ):  # fmt: skip
         """One consumer's blocks of an item; ``used`` counts the earlier uses of its buffer."""
         first = T.alloc_var("int32")
@@ -230,7 +224,8 @@ def few_rows(
             if 2 * i + g + 2 >= count:
                 T.barrier_arrive(q_free)
             softmax(
-                g, t, use, scale, round_sh, p_sh, factor_sh, highest_sh, flag_sh, score, p, sums, out_left, out_right
+                g, t, use, scale, round_sh, p_sh, factor_sh, highest_sh, flag_sh, score, p,
+                sums, out_left, out_right,
             )  # fmt: skip
             T.wgmma_gemm(
                 kv_rank[g, :, :left],
@@ -311,8 +306,8 @@ def few_rows(
             entry = T.alloc_local([4], "int32")
             source = T.alloc_local([4], "int32")
             here = T.alloc_local([4], "int32")
-            raw = T.alloc_local([256 if fp8 else 16], kv_type)
-            factor = T.alloc_local([16], "float32")
+            raw = T.alloc_local([128 if fp8 else 16], kv_type)
+            factor = T.alloc_local([8], "float32")
             used0 = T.alloc_var("int32")
             used1 = T.alloc_var("int32")
             first = T.alloc_var("int32")
@@ -328,9 +323,8 @@ def few_rows(
             rows_each = T.truncdiv(rows, requests)
             used0 = 0
             used1 = 0
-            if early:
-                T.pdl_trigger()
-                T.pdl_sync()
+            T.pdl_trigger()
+            T.pdl_sync()
             share = Plan[items + shares, 0]
             first = Plan[items + T.truncdiv(block, lanes), 0]
             last = Plan[items + T.truncdiv(block, lanes), 1]
@@ -372,7 +366,7 @@ def few_rows(
                         fetch_fp8(
                             KV, Scales, Rope, Table, paged, entry, source, here, raw, factor, kv_rank, kv_rope, valid,
                             holes, turn[REQUEST], page, T.truncdiv(tokens, page), turn[BEGIN], turn[END], producer,
-                            full, free, used0, used1, columns <= 16,
+                            full, free, used0, used1, False,
                         )  # fmt: skip
                     else:
                         fetch(

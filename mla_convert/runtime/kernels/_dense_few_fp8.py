@@ -15,7 +15,6 @@ from mla_convert.runtime.kernels._dense import (
     COUNT,
     END,
     EVERYTHING,
-    FP8_ROPE,
     FP8_ROW,
     LOWEST,
     PLAN_COLUMNS,
@@ -25,14 +24,13 @@ from mla_convert.runtime.kernels._dense import (
     SEEN_BEGIN,
     SEEN_END,
     TURN,
-    ask,
-    locate,
     turn_at,
 )
 from mla_convert.runtime.kernels._dense_few import steps
 
 RANK, ROPE = 512, 64
 MOST_COLUMNS = 16
+PIECES = 2  # of a block of rows in shared memory, each with barriers of its own
 
 # Eight threads have a row of codes, 16 of each 128 a thread. The eight threads of a store write 128 bytes of one row
 # to two panels of 64 columns: those of the second panel take their two pieces the other way round, so that a store
@@ -40,31 +38,46 @@ MOST_COLUMNS = 16
 FUNCTIONS = """
 #include <cuda_fp8.h>
 
-__device__ __forceinline__ uint4 mla_stream(const unsigned char* from, bool there) {
-  uint4 got = make_uint4(0, 0, 0, 0);
-  asm volatile(
-      "{.reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];}"
-      : "+r"(got.x), "+r"(got.y), "+r"(got.z), "+r"(got.w)
-      : "l"(from), "r"((int)there));
-  return got;
+__device__ __forceinline__ void mla_copy(unsigned to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-// The thread's codes and scales of four rows of the cache; zeros for a row that is not there (-1).
-__device__ __forceinline__ void mla_load_codes(unsigned* codes, unsigned* scales, const void* cache,
-                                               const int* source) {
+// Eight threads copy whole rows, of their four those from kFirst to before kEnd, to shared memory; a row that is not
+// there (-1) becomes zeros.
+template <int kFirst, int kEnd>
+__device__ __forceinline__ void mla_copy_rows(void* block, const void* cache, const int* source) {
+  const int place = threadIdx.x & 7;
+  const unsigned first = (unsigned)__cvta_generic_to_shared(block) + (threadIdx.x >> 3 & 15) * 656 + place * 16;
 #pragma unroll
-  for (int r = 0; r < 4; ++r) {
-    const unsigned char* row = (const unsigned char*)cache + (long long)max(source[r], 0) * 656;
-    const bool there = source[r] >= 0;
+  for (int r = kFirst; r < kEnd; ++r) {
+    const unsigned to = first + r * 16 * 656;
+    const unsigned char* from = (const unsigned char*)cache + (long long)max(source[r], 0) * 656 + place * 16;
+    const int bytes = source[r] >= 0 ? 16 : 0;
+#pragma unroll
+    for (int u = 0; u < 5; ++u) mla_copy(to + u * 128, from + u * 128, bytes);
+    if (place == 0) mla_copy(to + 640, from + 640, bytes);
+  }
+}
+
+// Codes and scales of the same rows from there to registers, and the rotary dims, swizzled, to a block of their own.
+template <int kFirst, int kEnd>
+__device__ __forceinline__ void mla_read_codes(unsigned* codes, unsigned* scales, void* rope, const void* block) {
+  const int place = threadIdx.x & 7, row = threadIdx.x >> 3 & 15;
+  asm volatile("" ::: "memory");  // neither before the barrier that says they are there
+#pragma unroll
+  for (int r = kFirst; r < kEnd; ++r) {
+    const uint4* from = reinterpret_cast<const uint4*>((const unsigned char*)block + (r * 16 + row) * 656);
 #pragma unroll
     for (int u = 0; u < 4; ++u) {
-      const uint4 got = mla_stream(row + u * 128 + (threadIdx.x & 7) * 16, there);
+      const uint4 got = from[u * 8 + place];
       codes[r * 16 + u * 4] = got.x, codes[r * 16 + u * 4 + 1] = got.y;
       codes[r * 16 + u * 4 + 2] = got.z, codes[r * 16 + u * 4 + 3] = got.w;
     }
-    const uint4 got = mla_stream(row + 512, there);
+    const uint4 got = from[32], rotary = from[33 + place];
     scales[r * 4] = got.x, scales[r * 4 + 1] = got.y, scales[r * 4 + 2] = got.z, scales[r * 4 + 3] = got.w;
+    *reinterpret_cast<uint4*>((unsigned char*)rope + (r * 16 + row) * 128 + (place ^ (row & 7)) * 16) = rotary;
   }
+  asm volatile("" ::: "memory");  // nor after the one that says they have been read
 }
 
 __device__ __forceinline__ unsigned mla_scale(unsigned codes, float scale) {
@@ -98,13 +111,13 @@ __device__ __forceinline__ void mla_store_values(void* block, const unsigned* co
 """
 
 
-def few_fp8_rows(columns: int, early: bool = False, functions: str = FUNCTIONS) -> Any:
-    """As ``_dense_few.few_rows``, for 8 or 16 ``columns``, without a warpgroup that fetches.
+def few_fp8_rows(columns: int) -> Any:
+    """As ``_dense_few.few_rows``, for 8 or 16 ``columns``; the consumers turn codes into bfloat16.
 
-    A consumer fetches for itself. The codes of its next block are on their way to its registers while it multiplies
-    this one; then it stores them to its buffer as bfloat16. Memory so has a block of each consumer in flight, nobody
-    waits for another, and while one consumer converts, the other uses the tensor cores. Results are those of
-    ``few_rows``.
+    The third warpgroup copies rows as they are to a block in shared memory, for one consumer and the other in turn. A
+    consumer takes its block's codes to registers, which makes room for the next block, and stores them as bfloat16 to
+    a buffer of its own. So nothing waits for a load but the copies' barriers: a warpgroup that loads codes to its
+    registers ahead of time and converts them itself stalls at every proxy fence, which waits for all loads under way.
     """
     rank, rope, dtype = RANK, ROPE, "bfloat16"
     half = rank // 2
@@ -145,50 +158,77 @@ def few_fp8_rows(columns: int, early: bool = False, functions: str = FUNCTIONS) 
         T.ptx_commit_group()
 
     @T.macro
-    def load(KV, Rope, source, codes, scales, rope_sh, buffer, t):
-        """Ask for a block's rows: values into registers, rotary dims into shared memory."""
-        T.call_extern(
-            "handle",
-            "mla_load_codes",
-            T.access_ptr(codes[0], "w", 64),
-            T.access_ptr(scales[0], "w", 16),
-            T.address_of(KV[0, 0]),
-            T.access_ptr(source[0], "r", 4),
-        )
-        for r in T.unroll(4):
-            T.ptx_cp_async(
-                T.access_ptr(rope_sh[buffer, r * 16 + t // 8, t % 8 * 8], "w", 8),
-                T.access_ptr(Rope[T.max(source[r], 0), FP8_ROPE + t % 8 * 8], "r", 8),
-                8,
-                source[r] >= 0,
-            )
-        T.ptx_commit_group()
+    def fetch_rows(
+        t, block, first, last, share, items_each, lanes, rows_each, paged, page, pages, KV, Table, Plan, staged, there,
+        holes, full, free, turn, source,
+    ):  # fmt: skip
+        """Producer: whole rows of one block after another, for one consumer and the other.
+
+        A warp has 16 rows of a block, in four groups of four. Lane 4 * i + r finds where row i of group r is, a block
+        ahead of its use, for the eight lanes that copy it.
+        """
+        number = T.alloc_var("int32")
+        entry = T.alloc_var("int32")
+        offset = T.alloc_var("int32")
+        place = T.alloc_var("int32")
+        row = t % 4 * 16 + t // 32 * 4 + t % 16 // 4
+        number = 0
+        entry = -1
+        offset = 0
+        for w in T.serial(last - first + 1):
+            turn_at(Plan, turn, first + w, block, lanes, share, items_each, rows_each, columns)
+            for i in T.serial(turn[COUNT] + 1):
+                if i > 0:
+                    place = T.if_then_else((entry >= 0) & (entry < pages), entry * page + offset, -1)
+                entry = -1
+                if turn[BEGIN] + i * BLOCK + row < turn[END]:
+                    entry = turn[REQUEST]
+                    offset = turn[BEGIN] + i * BLOCK + row
+                    if paged != 0:
+                        entry = Table[turn[REQUEST], T.truncdiv(offset, page)]
+                        offset = T.truncmod(offset, page)
+                if i > 0:
+                    for r in T.unroll(4):
+                        source[r] = T.shfl_sync(place, t % 32 // 8 * 4 + r)
+                    for k in list(range(PIECES)):
+                        T.barrier_wait(free[k], (number & 1) ^ 1)
+                        if k == 0 and t % 32 < 16:
+                            there[row] = T.if_then_else(place >= 0, 1, 0)
+                            if place < 0:
+                                holes[0] = number + 1
+                        T.call_extern(
+                            "handle",
+                            f"mla_copy_rows<{k * 4 // PIECES}, {(k + 1) * 4 // PIECES}>",
+                            T.address_of(staged[0, 0]),
+                            T.address_of(KV[0, 0]),
+                            T.access_ptr(source[0], "r", 4),
+                        )
+                        T.cp_async_barrier_noinc(full[(i - 1) % 2 * PIECES + k])
+                        T.barrier_arrive(full[(i - 1) % 2 * PIECES + k])
+                    number = number + 1
 
     @T.macro
     def consume(
-        g, thread, block, first, last, share, items, shares, items_each, lanes, rows_each, paged, page, pages, heads,
-        has_sink, scale, Q, KV, Rope, Table, Plan, Sink, Out, Lse, Part, q_rank, q_rope, kv_rank, kv_rope, round_sh,
-        p_sh, bounds_sh, valid, holes, flag_sh, highest_sh, factor_sh, total_sh, both_sh, turn, ahead, entry, source,
-        codes, scales, score, p, sums, out_left, out_right,
+        g, thread, block, first, last, share, items, shares, items_each, lanes, rows_each, heads, has_sink, scale, Q,
+        Plan, Sink, Out, Lse, Part, q_rank, q_rope, kv_rank, kv_rope, round_sh, p_sh, staged, there, full, free,
+        bounds_sh, valid, holes, flag_sh, highest_sh, factor_sh, total_sh, both_sh, turn, ahead, codes, scales, score,
+        p, sums, out_left, out_right,
     ):  # fmt: skip
         """A consumer's items; ``used`` counts its blocks."""
         used = T.alloc_var("int32")
+        done = T.alloc_var("int32")
+        hole = T.alloc_var("int32")
         begin = T.alloc_var("int32")
         count = T.alloc_var("int32")
         t = thread - 128 * g
         used = 0
         flag_sh[g, t % 2] = 0  # what an earlier thread block left there could look raised
-        holes[g] = 0
         turn_at(Plan, turn, first, block, lanes, share, items_each, rows_each, columns)
-        begin = turn[BEGIN] + g * BLOCK
+        done = 0
         if first <= last:
-            ask(Table, paged, entry, turn[REQUEST], page, begin, turn[END], t)
-            locate(entry, source, page, pages, begin, t)
-            ask(Table, paged, entry, turn[REQUEST], page, begin + 2 * BLOCK, turn[END], t)
-            load(KV, Rope, source, codes, scales, kv_rope, 2 * g, t)
             load_queries(
                 Q, Plan, items + shares + 1, q_rank, q_rope, bounds_sh, turn[ROW], turn[ROWS_END], heads, thread
-            )
+            )  # fmt: skip
         for w in T.serial(last - first + 1):
             count = turn[COUNT]
             T.fill(out_left, 0)
@@ -200,6 +240,22 @@ def few_fp8_rows(columns: int, early: bool = False, functions: str = FUNCTIONS) 
             T.sync_threads(10, 256)
             for i in T.serial(T.ceildiv(count - g, 2)):
                 begin = turn[BEGIN] + (2 * i + g) * BLOCK
+                number = done + 2 * i + g
+                for k in list(range(PIECES)):
+                    T.barrier_wait(full[g * PIECES + k], used & 1)
+                    T.call_extern(
+                        "handle",
+                        f"mla_read_codes<{k * 4 // PIECES}, {(k + 1) * 4 // PIECES}>",
+                        T.access_ptr(codes[0], "w", 64),
+                        T.access_ptr(scales[0], "w", 16),
+                        T.address_of(kv_rope[g, 0, 0]),
+                        T.address_of(staged[0, 0]),
+                    )
+                    if k == 0:
+                        if t < BLOCK:
+                            valid[g, t] = there[t]
+                        hole = holes[0]
+                    T.barrier_arrive(free[k])
                 T.call_extern(
                     "handle",
                     "mla_store_values",
@@ -207,25 +263,17 @@ def few_fp8_rows(columns: int, early: bool = False, functions: str = FUNCTIONS) 
                     T.access_ptr(codes[0], "r", 64),
                     T.access_ptr(scales[0], "r", 16),
                 )
-                if t % 8 == 0:
-                    for r in T.unroll(4):
-                        valid[g, r * 16 + t // 8] = T.if_then_else(source[r] >= 0, 1, 0)
-                        if source[r] < 0:
-                            holes[g] = used + 1
-                T.ptx_wait_group(0)
                 T.fence_proxy_async()
                 T.sync_threads(8 + g, 128)  # every thread's fence comes before any thread's matrix product
-                if 2 * i + g + 2 < count:
-                    locate(entry, source, page, pages, begin + 2 * BLOCK, t)
-                    ask(Table, paged, entry, turn[REQUEST], page, begin + 4 * BLOCK, turn[END], t)
-                    load(KV, Rope, source, codes, scales, kv_rope, 2 * g + (used + 1) % 2, t)
                 T.wgmma_gemm(kv_rank[g, :, :], q_rank, score, transpose_B=True, clear_accum=True)
-                T.wgmma_gemm(kv_rope[2 * g + used % 2, :, :], q_rope, score, transpose_B=True)
+                T.wgmma_gemm(kv_rope[g, :, :], q_rope, score, transpose_B=True)
                 T.wait_wgmma(0)
-                if (holes[g] == used + 1) | (begin < turn[SEEN_BEGIN]) | (begin + BLOCK > turn[SEEN_END]):
+                if (hole == number + 1) | (begin < turn[SEEN_BEGIN]) | (begin + BLOCK > turn[SEEN_END]):
                     for j, n in T.Parallel(BLOCK, columns):
                         score[j, n] = T.if_then_else(
-                            (valid[g, j] != 0) & (begin + j >= bounds_sh[0, n]) & (begin + j < bounds_sh[1, n]),
+                            (valid[g, j] != 0)
+                            & (begin + j >= bounds_sh[0, n])
+                            & (begin + j < bounds_sh[1, n]),
                             score[j, n],
                             -T.infinity("float32"),
                         )
@@ -252,13 +300,9 @@ def few_fp8_rows(columns: int, early: bool = False, functions: str = FUNCTIONS) 
                 T.wait_wgmma(0)
                 used = used + 1
                 T.sync_threads(8 + g, 128)  # all have read the block: the next one takes its place
+            done = done + count
             if w < last - first:
                 turn_at(Plan, ahead, first + w + 1, block, lanes, share, items_each, rows_each, columns)
-                begin = ahead[BEGIN] + g * BLOCK
-                ask(Table, paged, entry, ahead[REQUEST], page, begin, ahead[END], t)
-                locate(entry, source, page, pages, begin, t)
-                ask(Table, paged, entry, ahead[REQUEST], page, begin + 2 * BLOCK, ahead[END], t)
-                load(KV, Rope, source, codes, scales, kv_rope, 2 * g + used % 2, t)
             reduce_sums(g, t, round_sh, total_sh, sums)
             T.sync_threads(10, 256)
             if w < last - first:  # both have multiplied with this item's queries
@@ -294,16 +338,20 @@ def few_fp8_rows(columns: int, early: bool = False, functions: str = FUNCTIONS) 
         Lse: T.Tensor([rows], "float32"),
         Part: T.Tensor([slots, columns, rank + 4], "float32"),
     ):
-        with T.Kernel(shares * lanes, threads=256, prelude=functions) as block:
+        with T.Kernel(shares * lanes, threads=384, prelude=FUNCTIONS) as block:
             q_rank = T.alloc_shared([columns, rank], dtype)
             q_rope = T.alloc_shared([columns, rope], dtype)
             kv_rank = T.alloc_shared([2, BLOCK, rank], dtype)
-            kv_rope = T.alloc_shared([4, BLOCK, rope], dtype)
+            kv_rope = T.alloc_shared([2, BLOCK, rope], dtype)
             round_sh = T.alloc_shared([2, columns, stride], "float32")
             p_sh = T.alloc_shared([4, columns, BLOCK], dtype)
             bounds_sh = T.alloc_shared([2, columns], "int32", scope="shared")
+            staged = T.alloc_shared([BLOCK, FP8_ROW], "float8_e4m3fn")
+            there = T.alloc_shared([BLOCK], "int32", scope="shared")
             valid = T.alloc_shared([2, BLOCK], "int32", scope="shared")
-            holes = T.alloc_shared([2], "int32", scope="shared")
+            holes = T.alloc_shared([1], "int32", scope="shared")
+            full = T.alloc_barrier([256] * (2 * PIECES))
+            free = T.alloc_barrier([128] * PIECES)
             flag_sh = T.alloc_shared([2, 2], "int32", scope="shared")
             highest_sh = T.alloc_shared([2, columns], "float32", scope="shared")
             factor_sh = T.alloc_shared([2, columns], "float32", scope="shared")
@@ -320,7 +368,6 @@ def few_fp8_rows(columns: int, early: bool = False, functions: str = FUNCTIONS) 
             left1 = T.alloc_fragment([half, columns], "float32")
             right0 = T.alloc_fragment([half, columns], "float32")
             right1 = T.alloc_fragment([half, columns], "float32")
-            entry = T.alloc_local([4], "int32")
             source = T.alloc_local([4], "int32")
             codes = T.alloc_local([64], "uint32")
             scales = T.alloc_local([16], "uint32")
@@ -333,28 +380,32 @@ def few_fp8_rows(columns: int, early: bool = False, functions: str = FUNCTIONS) 
             thread = T.get_thread_binding()
             rows_each = T.truncdiv(rows, requests)
             pages = T.truncdiv(tokens, page)
-            if early:
-                T.pdl_trigger()
-                T.pdl_sync()
+            T.pdl_trigger()
+            T.pdl_sync()
             share = Plan[items + shares, 0]
             first = Plan[items + T.truncdiv(block, lanes), 0]
             last = Plan[items + T.truncdiv(block, lanes), 1]
-            # Nobody needs registers of another's: without this, the addresses of products are not known to be a warp's.
             if thread < 128:
-                T.set_max_nreg(248, 0)
+                T.set_max_nreg(216, 1)
                 consume(
-                    0, thread, block, first, last, share, items, shares, items_each, lanes, rows_each, paged, page,
-                    pages, heads, has_sink, scale, Q, KV, Rope, Table, Plan, Sink, Out, Lse, Part, q_rank, q_rope,
-                    kv_rank, kv_rope, round_sh, p_sh, bounds_sh, valid, holes, flag_sh, highest_sh, factor_sh,
-                    total_sh, both_sh, turn, ahead, entry, source, codes, scales, score0, p0, sums0, left0, right0,
+                    0, thread, block, first, last, share, items, shares, items_each, lanes, rows_each, heads, has_sink,
+                    scale, Q, Plan, Sink, Out, Lse, Part, q_rank, q_rope, kv_rank, kv_rope, round_sh, p_sh, staged,
+                    there, full, free, bounds_sh, valid, holes, flag_sh, highest_sh, factor_sh, total_sh, both_sh, turn,
+                    ahead, codes, scales, score0, p0, sums0, left0, right0,
+                )  # fmt: skip
+            elif thread < 256:
+                T.set_max_nreg(216, 1)
+                consume(
+                    1, thread, block, first, last, share, items, shares, items_each, lanes, rows_each, heads, has_sink,
+                    scale, Q, Plan, Sink, Out, Lse, Part, q_rank, q_rope, kv_rank, kv_rope, round_sh, p_sh, staged,
+                    there, full, free, bounds_sh, valid, holes, flag_sh, highest_sh, factor_sh, total_sh, both_sh, turn,
+                    ahead, codes, scales, score1, p1, sums1, left1, right1,
                 )  # fmt: skip
             else:
-                T.set_max_nreg(248, 0)
-                consume(
-                    1, thread, block, first, last, share, items, shares, items_each, lanes, rows_each, paged, page,
-                    pages, heads, has_sink, scale, Q, KV, Rope, Table, Plan, Sink, Out, Lse, Part, q_rank, q_rope,
-                    kv_rank, kv_rope, round_sh, p_sh, bounds_sh, valid, holes, flag_sh, highest_sh, factor_sh,
-                    total_sh, both_sh, turn, ahead, entry, source, codes, scales, score1, p1, sums1, left1, right1,
+                T.set_max_nreg(72, 0)
+                fetch_rows(
+                    thread - 256, block, first, last, share, items_each, lanes, rows_each, paged, page, pages, KV,
+                    Table, Plan, staged, there, holes, full, free, turn, source,
                 )  # fmt: skip
 
     return dense_mla_few_fp8_rows
