@@ -147,9 +147,16 @@ def test_dense_plan_and_combine() -> None:
 def test_dense_few_rows() -> None:
     from mla_convert.runtime.kernels.dense_mla import compile_for
 
+    kernel = compile_for(32, 512, 64, torch.bfloat16, fp8=True)
+    instructions(kernel, "64, 32, 16, true", "cp_async_gs_conditional<16>")
+    instructions(kernel, "__tl_cvt_fp8x2_to_float2", "warpgroup_reg_alloc<208>")
+
+
+def test_dense_few_fp8_rows() -> None:
+    from mla_convert.runtime.kernels.dense_mla import compile_for
+
     kernel = compile_for(16, 512, 64, torch.bfloat16, fp8=True)
-    instructions(kernel, "64, 16, 16, true", "cp_async_gs_conditional<16>")
-    instructions(kernel, "__tl_cvt_fp8x2_to_float2", "warpgroup_reg_alloc<184>")
+    instructions(kernel, "64, 16, 16, true", "mla_store_values(", "cudaGridDependencySynchronize")
 
 
 def test_dense_many_rows_by_blocks() -> None:

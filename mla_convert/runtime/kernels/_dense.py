@@ -26,7 +26,7 @@ import tilelang.language as T  # noqa: N812
 BLOCK = 64  # tokens a step
 LOWEST = -1.0e30  # where the running maximum starts: finite, so that an empty row never computes inf - inf
 SLACK = 8.0  # how far, in powers of two, a probability may exceed 1 before everything is rescaled
-EVERYTHING = 2**31 - 1  # where the span ends of a row that sees all tokens
+EVERYTHING = 2**30  # where the span ends of a row that sees all tokens: TileLang may add to it
 OVERHEAD = 3  # what an item costs beside its blocks, in blocks
 PLAN_COLUMNS = 6
 """A plan has a line for each item (first unit, end unit, first token, end token, and the span that all of its rows

@@ -2,6 +2,7 @@
 # Annotations here are TileLang's, read at run time: no ``from __future__ import annotations``, and mypy is told.
 # mypy: disable-error-code="misc, untyped-decorator, no-untyped-def, valid-type"
 
+from types import SimpleNamespace
 from typing import Any
 
 import tilelang.language as T  # noqa: N812
@@ -32,8 +33,136 @@ from mla_convert.runtime.kernels._dense import (
 )
 
 
+def steps(columns: int, rank: int) -> SimpleNamespace:
+    """Macros of a consumer, a warpgroup that has its own softmax state and output of ``columns`` rows."""
+    left = -(-rank // 128) * 64
+    right = rank - left
+
+    # Reductions over tokens are written thread by thread: as fragments, TileLang chooses a layout for the second
+    # consumer that puts a barrier inside one warp's branch (a hang).
+    group = min(columns, 16)  # rows of S at a time
+    threads_row = 128 // group  # threads of a row, all in one warp
+    keys = BLOCK // threads_row  # tokens of a thread
+    passes = columns // group
+
+    @T.macro
+    def softmax(
+        g, t, use, scale, round_sh, p_sh, factor_sh, highest_sh, flag_sh, score, p, sums, out_left, out_right
+    ):  # fmt: skip
+        """Probabilities of a consumer's block into ``p`` and ``p_sh``; ``use`` counts its blocks."""
+        top = T.alloc_var("float32")
+        part = T.alloc_var("float32")
+        flag = T.alloc_var("int32")
+        for j, n in T.Parallel(BLOCK, columns):
+            p[j, n] = score[j, n] * scale - highest_sh[g, n]
+        for j, n in T.Parallel(BLOCK, columns):
+            if p[j, n] > SLACK:
+                flag_sh[g, use % 2] = use + 1
+        for j, n in T.Parallel(BLOCK, columns):
+            p[j, n] = T.exp2(p[j, n])
+        for j, n in T.Parallel(BLOCK, columns):
+            p_sh[2 * g + use % 2, n, j] = p[j, n]
+        T.fence_proxy_async()
+        T.sync_threads(8 + g, 128)  # every thread's fence comes before any thread's matrix product
+        flag = flag_sh[g, use % 2]
+        if flag == use + 1:
+            for j, n in T.Parallel(BLOCK, columns):
+                round_sh[g, n, j] = score[j, n] * scale
+            T.sync_threads(8 + g, 128)
+            for r in T.unroll(passes):
+                n = r * group + t // threads_row
+                part = highest_sh[g, n]
+                top = part
+                for k in T.unroll(keys):
+                    top = T.max(top, round_sh[g, n, t % threads_row * keys + k])
+                for b in T.unroll(threads_row.bit_length() - 1):
+                    top = T.max(top, T.shfl_xor(top, 1 << b))
+                factor_sh[g, n] = T.exp2(part - top)
+                highest_sh[g, n] = top
+            T.sync_threads(8 + g, 128)
+            for j, n in T.Parallel(BLOCK, columns):
+                p[j, n] = T.exp2(score[j, n] * scale - highest_sh[g, n])
+            for j, n in T.Parallel(BLOCK, columns):
+                p_sh[2 * g + use % 2, n, j] = p[j, n]
+            for j, n in T.Parallel(BLOCK, columns):
+                sums[j, n] = sums[j, n] * factor_sh[g, n]
+            for d, n in T.Parallel(left, columns):
+                out_left[d, n] = out_left[d, n] * factor_sh[g, n]
+            if right > 0:
+                for d, n in T.Parallel(right, columns):
+                    out_right[d, n] = out_right[d, n] * factor_sh[g, n]
+            T.fence_proxy_async()
+            T.sync_threads(8 + g, 128)
+
+    @T.macro
+    def reduce_sums(g, t, round_sh, total_sh, sums):
+        """Add up the consumer's probabilities over its threads."""
+        part = T.alloc_var("float32")
+        for j, n in T.Parallel(BLOCK, columns):
+            round_sh[g, n, j] = sums[j, n]
+        T.sync_threads(8 + g, 128)
+        for r in T.unroll(passes):
+            part = 0.0
+            for k in T.unroll(keys):
+                part = part + round_sh[g, r * group + t // threads_row, t % threads_row * keys + k]
+            for b in T.unroll(threads_row.bit_length() - 1):
+                part = part + T.shfl_xor(part, 1 << b)
+            total_sh[g, r * group + t // threads_row] = part
+
+    @T.macro
+    def weigh(t, turn, heads, has_sink, Sink, highest_sh, total_sh, both_sh, Lse, Part):
+        """First consumer: the log-sum-exp of each row, and how both consumers' sums enter the output."""
+        top = T.alloc_var("float32")
+        mine = T.alloc_var("float32")
+        other = T.alloc_var("float32")
+        total = T.alloc_var("float32")
+        denominator = T.alloc_var("float32")
+        n = t % columns
+        top = T.max(highest_sh[0, n], highest_sh[1, n])
+        mine = T.exp2(highest_sh[0, n] - top)
+        other = T.exp2(highest_sh[1, n] - top)
+        total = total_sh[0, n] * mine + total_sh[1, n] * other
+        denominator = total
+        if (has_sink != 0) & (turn[WHOLE] != 0):
+            denominator = total + T.exp2(Sink[T.truncmod(turn[ROW] + n, heads)] * LOG2E - top)
+        both_sh[0, n] = T.if_then_else(total == 0.0, 0.0, mine / denominator)
+        both_sh[1, n] = T.if_then_else(total == 0.0, 0.0, other / denominator)
+        total = T.if_then_else(total == 0.0, -T.infinity("float32"), (T.log2(total) + top) * LN2)
+        if t < columns:
+            if turn[WHOLE] != 0:
+                if turn[ROW] + n < turn[ROWS_END]:
+                    Lse[turn[ROW] + n] = total
+            else:
+                Part[turn[SLOT], n, rank] = total
+
+    @T.macro
+    def merge(g, own, given, turn, round_sh, both_sh, Out, Part):
+        """Give the other consumer its half of this one's sum, 64 dims at a time, and store the own half of both."""
+        for k in T.unroll(left // 64):
+            if k * 64 < (left if g == 1 else right):
+                for d, n in T.Parallel(64, columns):
+                    round_sh[g, n, d] = given[k * 64 + d, n]
+            T.sync_threads(10, 256)
+            if k * 64 < (right if g == 1 else left):
+                for d, n in T.Parallel(64, columns):
+                    round_sh[1 - g, n, d] = (
+                        own[k * 64 + d, n] * both_sh[g, n] + round_sh[1 - g, n, d] * both_sh[1 - g, n]
+                    )
+                T.sync_threads(8 + g, 128)
+                if turn[WHOLE] != 0:
+                    for n, d in T.Parallel(columns, 64):
+                        if turn[ROW] + n < turn[ROWS_END]:
+                            Out[turn[ROW] + n, g * left + k * 64 + d] = round_sh[1 - g, n, d]
+                else:
+                    for n, d in T.Parallel(columns, 64):
+                        Part[turn[SLOT], n, g * left + k * 64 + d] = round_sh[1 - g, n, d]
+            T.sync_threads(10, 256)
+
+    return SimpleNamespace(softmax=softmax, reduce_sums=reduce_sums, weigh=weigh, merge=merge)
+
+
 def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
-    """Tokens on the M side, ``columns`` (8, 16 or 32) rows on the N side.
+    """Tokens on the M side, ``columns`` (8, 16 or 32; with ``fp8``: 32) rows on the N side.
 
     The consumers walk alternate blocks, each with its own softmax state, output and buffer; nothing passes between
     them until they merge at the end. A consumer computes S^T = K q^T, takes the exponentials where the product
@@ -45,32 +174,21 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
     rows, tokens, requests, entries = T.dynamic("rows, tokens, requests, entries")
     lines, slots, heads = T.dynamic("lines, slots, heads")
     stride = BLOCK + 4  # keeps the turn round free of bank conflicts and its rows on 16 bytes
-    own_registers = (
-        216 if not fp8 else 184 if columns <= 16 else 208
-    )  # of a consumer's thread; FP8 rows pass through the producer's
+    own_registers = 208 if fp8 else 216  # of a consumer's thread; FP8 rows pass through the producer's
     width, kv_type = (FP8_ROW, "float8_e4m3fn") if fp8 else (rank + rope, dtype)
     # What only FP8 rows have is the rows themselves once more.
     scale_width, scale_type = (FP8_ROW // 4, "float32") if fp8 else (width, dtype)
     rope_width = FP8_ROW // 2 if fp8 else width
 
-    # Reductions over tokens are written thread by thread: as fragments, TileLang chooses a layout for the second
-    # consumer that puts a barrier inside one warp's branch (a hang).
-    group = min(columns, 16)  # rows of S at a time
-    threads_row = 128 // group  # threads of a row, all in one warp
-    keys = BLOCK // threads_row  # tokens of a thread
-    passes = columns // group
+    each = steps(columns, rank)
+    softmax, reduce_sums, weigh, merge = each.softmax, each.reduce_sums, each.weigh, each.merge
 
     @T.macro
     def consume(
-        g, t, w, turn, scale, q_rank, q_rope, kv_rank, kv_rope, bounds_sh, round_sh,
-                        p_sh,
-        factor_sh, highest_sh, total_sh, flag_sh, valid, holes, used, q_full, q_free, full, free, score, p, sums,
-        out_left, out_right,
+        g, t, w, turn, scale, q_rank, q_rope, kv_rank, kv_rope, bounds_sh, round_sh, p_sh, factor_sh, highest_sh,
+        total_sh, flag_sh, valid, holes, used, q_full, q_free, full, free, score, p, sums, out_left, out_right,
     ):  # fmt: skip
         """One consumer's blocks of an item; ``used`` counts the earlier uses of its buffer."""
-        top = T.alloc_var("float32")
-        part = T.alloc_var("float32")
-        flag = T.alloc_var("int32")
         first = T.alloc_var("int32")
         count = T.alloc_var("int32")
         count = turn[COUNT]
@@ -105,46 +223,10 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
                     )
             if 2 * i + g + 2 >= count:
                 T.barrier_arrive(q_free)
-            for j, n in T.Parallel(BLOCK, columns):
-                p[j, n] = score[j, n] * scale - highest_sh[g, n]
-            for j, n in T.Parallel(BLOCK, columns):
-                if p[j, n] > SLACK:
-                    flag_sh[g, use % 2] = use + 1
-            for j, n in T.Parallel(BLOCK, columns):
-                p[j, n] = T.exp2(p[j, n])
-            for j, n in T.Parallel(BLOCK, columns):
-                p_sh[2 * g + use % 2, n, j] = p[j, n]
-            T.fence_proxy_async()
-            T.sync_threads(8 + g, 128)  # every thread's fence comes before any thread's matrix product
-            flag = flag_sh[g, use % 2]
-            if flag == use + 1:
-                for j, n in T.Parallel(BLOCK, columns):
-                    round_sh[g, n, j] = score[j, n] * scale
-                T.sync_threads(8 + g, 128)
-                for r in T.unroll(passes):
-                    n = r * group + t // threads_row
-                    part = highest_sh[g, n]
-                    top = part
-                    for k in T.unroll(keys):
-                        top = T.max(top, round_sh[g, n, t % threads_row * keys + k])
-                    for b in T.unroll(threads_row.bit_length() - 1):
-                        top = T.max(top, T.shfl_xor(top, 1 << b))
-                    factor_sh[g, n] = T.exp2(part - top)
-                    highest_sh[g, n] = top
-                T.sync_threads(8 + g, 128)
-                for j, n in T.Parallel(BLOCK, columns):
-                    p[j, n] = T.exp2(score[j, n] * scale - highest_sh[g, n])
-                for j, n in T.Parallel(BLOCK, columns):
-                    p_sh[2 * g + use % 2, n, j] = p[j, n]
-                for j, n in T.Parallel(BLOCK, columns):
-                    sums[j, n] = sums[j, n] * factor_sh[g, n]
-                for d, n in T.Parallel(left, columns):
-                    out_left[d, n] = out_left[d, n] * factor_sh[g, n]
-                if right > 0:
-                    for d, n in T.Parallel(right, columns):
-                        out_right[d, n] = out_right[d, n] * factor_sh[g, n]
-                T.fence_proxy_async()
-                T.sync_threads(8 + g, 128)
+            softmax(
+                g, t, use, scale, round_sh, p_sh, factor_sh, highest_sh, flag_sh, score, p,
+                sums, out_left, out_right,
+            )  # fmt: skip
             T.wgmma_gemm(
                 kv_rank[g, :, :left],
                 p_sh[2 * g + use % 2, :, :],
@@ -171,40 +253,8 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
             T.barrier_arrive(free[g * 2 + 1])
         if count <= g:
             T.barrier_arrive(q_free)
-        for j, n in T.Parallel(BLOCK, columns):
-            round_sh[g, n, j] = sums[j, n]
-        T.sync_threads(8 + g, 128)
-        for r in T.unroll(passes):
-            part = 0.0
-            for k in T.unroll(keys):
-                part = part + round_sh[g, r * group + t // threads_row, t % threads_row * keys + k]
-            for b in T.unroll(threads_row.bit_length() - 1):
-                part = part + T.shfl_xor(part, 1 << b)
-            total_sh[g, r * group + t // threads_row] = part
+        reduce_sums(g, t, round_sh, total_sh, sums)
         T.sync_threads(10, 256)
-
-    @T.macro
-    def merge(g, own, given, turn, round_sh, both_sh, Out, Part):
-        """Give the other consumer its half of this one's sum, 64 dims at a time, and store the own half of both."""
-        for k in T.unroll(left // 64):
-            if k * 64 < (left if g == 1 else right):
-                for d, n in T.Parallel(64, columns):
-                    round_sh[g, n, d] = given[k * 64 + d, n]
-            T.sync_threads(10, 256)
-            if k * 64 < (right if g == 1 else left):
-                for d, n in T.Parallel(64, columns):
-                    round_sh[1 - g, n, d] = (
-                        own[k * 64 + d, n] * both_sh[g, n] + round_sh[1 - g, n, d] * both_sh[1 - g, n]
-                    )
-                T.sync_threads(8 + g, 128)
-                if turn[WHOLE] != 0:
-                    for n, d in T.Parallel(columns, 64):
-                        if turn[ROW] + n < turn[ROWS_END]:
-                            Out[turn[ROW] + n, g * left + k * 64 + d] = round_sh[1 - g, n, d]
-                else:
-                    for n, d in T.Parallel(columns, 64):
-                        Part[turn[SLOT], n, g * left + k * 64 + d] = round_sh[1 - g, n, d]
-            T.sync_threads(10, 256)
 
     @T.prim_func
     def dense_mla_few_rows(
@@ -253,16 +303,11 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
             left1 = T.alloc_fragment([left, columns], "float32")
             right0 = T.alloc_fragment([max(right, 64), columns], "float32")
             right1 = T.alloc_fragment([max(right, 64), columns], "float32")
-            top = T.alloc_var("float32")
-            mine = T.alloc_var("float32")
-            other = T.alloc_var("float32")
-            total = T.alloc_var("float32")
-            denominator = T.alloc_var("float32")
             entry = T.alloc_local([4], "int32")
             source = T.alloc_local([4], "int32")
             here = T.alloc_local([4], "int32")
-            raw = T.alloc_local([256 if fp8 else 16], kv_type)
-            factor = T.alloc_local([16], "float32")
+            raw = T.alloc_local([128 if fp8 else 16], kv_type)
+            factor = T.alloc_local([8], "float32")
             used0 = T.alloc_var("int32")
             used1 = T.alloc_var("int32")
             first = T.alloc_var("int32")
@@ -278,6 +323,8 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
             rows_each = T.truncdiv(rows, requests)
             used0 = 0
             used1 = 0
+            T.pdl_trigger()
+            T.pdl_sync()
             share = Plan[items + shares, 0]
             first = Plan[items + T.truncdiv(block, lanes), 0]
             last = Plan[items + T.truncdiv(block, lanes), 1]
@@ -291,23 +338,7 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
                         used0, q_full, q_free, full, free, score0, p0, sums0, left0, right0,
                     )  # fmt: skip
                     used0 = used0 + (turn[COUNT] + 1) // 2
-                    n = thread % columns
-                    top = T.max(highest_sh[0, n], highest_sh[1, n])
-                    mine = T.exp2(highest_sh[0, n] - top)
-                    other = T.exp2(highest_sh[1, n] - top)
-                    total = total_sh[0, n] * mine + total_sh[1, n] * other
-                    denominator = total
-                    if (has_sink != 0) & (turn[WHOLE] != 0):
-                        denominator = total + T.exp2(Sink[T.truncmod(turn[ROW] + n, heads)] * LOG2E - top)
-                    both_sh[0, n] = T.if_then_else(total == 0.0, 0.0, mine / denominator)
-                    both_sh[1, n] = T.if_then_else(total == 0.0, 0.0, other / denominator)
-                    total = T.if_then_else(total == 0.0, -T.infinity("float32"), (T.log2(total) + top) * LN2)
-                    if thread < columns:
-                        if turn[WHOLE] != 0:
-                            if turn[ROW] + n < turn[ROWS_END]:
-                                Lse[turn[ROW] + n] = total
-                        else:
-                            Part[turn[SLOT], n, rank] = total
+                    weigh(thread, turn, heads, has_sink, Sink, highest_sh, total_sh, both_sh, Lse, Part)
                     merge(0, left0, right0, turn, round_sh, both_sh, Out, Part)
             elif thread < 256:
                 T.set_max_nreg(own_registers, 1)
@@ -335,7 +366,7 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
                         fetch_fp8(
                             KV, Scales, Rope, Table, paged, entry, source, here, raw, factor, kv_rank, kv_rope, valid,
                             holes, turn[REQUEST], page, T.truncdiv(tokens, page), turn[BEGIN], turn[END], producer,
-                            full, free, used0, used1, columns <= 16,
+                            full, free, used0, used1, False,
                         )  # fmt: skip
                     else:
                         fetch(

@@ -1,6 +1,7 @@
 """The small programs around dense and decode attention: ``plan`` shares the work out, ``combine`` merges what was cut.
 
-``_dense`` describes items, shares and parts.
+``_dense`` describes items, shares and parts. The programs of a call follow each other closely: the next one starts
+while the one before ends (programmatic dependent launch), and waits for it in ``pdl_sync`` before it reads.
 """
 # Annotations here are TileLang's, read at run time: no ``from __future__ import annotations``, and mypy is told.
 # mypy: disable-error-code="misc, untyped-decorator, no-untyped-def, valid-type"
@@ -54,6 +55,7 @@ def plan() -> Any:
             all_high = T.alloc_var("int32")
             item = T.alloc_var("int32")
             thread = T.get_thread_binding()
+            T.pdl_trigger()
             each = T.ceildiv(items, PLAN_THREADS)
             mine = 0
             for k in T.serial(each):
@@ -130,14 +132,16 @@ def plan() -> Any:
 def combine(tile: int, rank: int, dtype: str, warps: int) -> Any:
     """Merge the parts of the items that were cut, ``warps`` (1 or 8) a row and 8 a thread block.
 
-    A thread block is for a cut and 8 // ``warps`` rows of its item. The first cut of an item does the work; the
-    thread blocks of its other cuts have none.
+    With one warp a row, a thread block is for a cut and 8 rows of its item. The first cut of an item does the work;
+    the thread blocks of its other cuts have none. With 8, for few items of many parts, a thread block is for an
+    item, a row and the dims that a warp takes at once.
     """
     lines, slots, rows, heads = T.dynamic("lines, slots, rows, heads")
     step = 4 if rank % 128 == 0 else 2
-    pieces = rank // (32 * step)
+    splits = rank // (32 * step) if warps > 1 else 1
+    pieces = rank // (32 * step) // splits
     rows_block = 8 // warps
-    batch = 4  # parts whose loads are in flight together
+    batch = 4 * splits  # parts whose loads are in flight together
 
     @T.prim_func
     def dense_mla_combine(
@@ -153,8 +157,11 @@ def combine(tile: int, rank: int, dtype: str, warps: int) -> Any:
         Out: T.Tensor([rows, rank], dtype),
         Lse: T.Tensor([rows], "float32"),
     ):
-        with T.Kernel(shares - 1, tile * lanes // rows_block, threads=256) as (cut, block):
-            shared = T.alloc_shared([warps, rank], "float32", scope="shared")
+        with T.Kernel(
+            items if warps > 1 else shares - 1, tile * lanes // rows_block, splits, threads=256
+        ) as (index, block, split):
+            shared = T.alloc_shared([warps, rank // splits], "float32", scope="shared")
+            cut = T.alloc_var("int32")
             taken = T.alloc_local([batch, pieces * step], "float32")
             weights = T.alloc_local([batch], "float32")
             total = T.alloc_local([pieces * step], "float32")
@@ -173,8 +180,14 @@ def combine(tile: int, rank: int, dtype: str, warps: int) -> Any:
             item_row = block * rows_block + thread // 32 // warps
             h = item_row % tile
             lane = item_row // tile
+            T.pdl_sync()
             share = Plan[items + shares, 0]
-            item = Plan[items + cut, 1]
+            if warps > 1:
+                item = index
+                cut = T.truncdiv(Plan[item, 0], share)
+            else:
+                cut = index
+                item = Plan[items + cut, 1]
             if item >= 0:
                 # A first part ends its thread block's share and is in the second slot, the others in the first.
                 parts = T.truncdiv(Plan[item, 1] - 1, share) - cut + 1
@@ -207,7 +220,9 @@ def combine(tile: int, rank: int, dtype: str, warps: int) -> Any:
                             )
                             for p in T.unroll(pieces):
                                 for d in T.vectorized(step):
-                                    taken[u, p * step + d] = Part[slot, h, (p * 32 + place) * step + d]
+                                    taken[u, p * step + d] = Part[
+                                        slot, h, ((split * pieces + p) * 32 + place) * step + d
+                                    ]
                         for u in T.unroll(batch):
                             factor = T.exp2((weights[u] - top) * LOG2E)
                             for d in T.unroll(pieces * step):
@@ -224,7 +239,7 @@ def combine(tile: int, rank: int, dtype: str, warps: int) -> Any:
                                     total[p * step + d] = (
                                         total[p * step + d] + shared[g + 1, (p * 32 + place) * step + d]
                                     )
-                        if place == 0:
+                        if (place == 0) & (split == 0):
                             Lse[row] = T.if_then_else(
                                 denominator == 0.0, -T.infinity("float32"), T.log2(denominator) * LN2 + top
                             )
@@ -236,6 +251,6 @@ def combine(tile: int, rank: int, dtype: str, warps: int) -> Any:
                             for d in T.vectorized(step):
                                 rounded[d] = total[p * step + d] * factor
                             for d in T.vectorized(step):
-                                Out[row, (p * 32 + place) * step + d] = rounded[d]
+                                Out[row, ((split * pieces + p) * 32 + place) * step + d] = rounded[d]
 
     return dense_mla_combine

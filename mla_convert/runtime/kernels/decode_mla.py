@@ -35,8 +35,7 @@ def decode_mla(
     Nothing waits for the device or depends on a length on the host, so calls can be captured in a graph. The S·H
     rows of a request share the reading of its cache; with ``indices``, the H rows of a token share that of its list.
     Scores, softmax and sums are float32; probabilities, and values of FP8 rows, are rounded to q's dtype before a
-    product. Two runs give equal bits, but where up to 32 rows do not fill a tile (8, 16 or 32) the last bit may differ;
-    last bits also depend on what else a call holds. It carries no gradient.
+    product. Two runs give equal bits; last bits depend on what else a call holds. It carries no gradient.
 
     bfloat16 or float16 queries, any number of heads and tokens, pages of any size. The cache must be packed (it is
     copied if not), and FP8 rows need bfloat16 queries.
@@ -64,7 +63,10 @@ def decode_mla(
     if indices is not None:
         table_BP = launchable(as_int32(indices).reshape(batch * queries, entries))
         cache = Cache(rows_TE, page=1, capacity=entries, table_BP=table_BP, fp8=fp8)
-        spans = Spans(batch * queries, 1, _list_lengths(topk_length, batch, queries, entries, q_BSHE.device))
+        if topk_length is None:
+            spans = Spans(batch * queries, 1, length=entries)
+        else:
+            spans = Spans(batch * queries, 1, _list_lengths(topk_length, batch, queries))
     else:
         assert cache_seqlens is not None
         table = None if block_table is None else launchable(as_int32(block_table))
@@ -72,8 +74,11 @@ def decode_mla(
         cache = Cache(rows_TE, page, capacity, table, fp8)
         spans = Spans(batch, queries, launchable(as_int32(cache_seqlens)), causal and queries > 1)
     out_NR, lse_N = attend(q_BSHE, cache, spans, scale, attn_sink, d_v=d_v, rank=rank, rope=rope)
-    out_BSHR, lse_BSH = out_NR.view(batch, queries, heads, rank), lse_N.view(batch, queries, heads)
-    return (out_BSHR if rank == d_v else out_BSHR[..., :d_v].contiguous()), lse_BSH.transpose(1, 2)
+    out_BSHR = out_NR.view(batch, queries, heads, rank)
+    lse_BHS = (
+        lse_N.view(batch, heads, 1) if queries == 1 else lse_N.view(batch, queries, heads).transpose(1, 2)
+    )
+    return (out_BSHR if rank == d_v else out_BSHR[..., :d_v].contiguous()), lse_BHS
 
 
 def unsupported(q_BSHE: Tensor, kv_cache: Tensor, d_v: int, scale: float) -> str | None:
@@ -83,12 +88,8 @@ def unsupported(q_BSHE: Tensor, kv_cache: Tensor, d_v: int, scale: float) -> str
     return dense_unsupported(q_BSHE, d_v, scale)
 
 
-def _list_lengths(
-    topk_length: Tensor | None, batch: int, queries: int, entries: int, device: torch.device
-) -> Tensor:
+def _list_lengths(topk_length: Tensor, batch: int, queries: int) -> Tensor:
     """Entries to read of each token's list, int32 [B·S]."""
-    if topk_length is None:
-        return torch.full((batch * queries,), entries, dtype=torch.int32, device=device)
     limits = as_int32(topk_length)
     if limits.ndim == 1:
         limits = limits[:, None].expand(batch, queries)

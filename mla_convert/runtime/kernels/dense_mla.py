@@ -1,7 +1,7 @@
 """Dense attention of absorbed MLA: every query attends to a span of the cached tokens.
 
-The programs are in ``_dense_few``, ``_dense_many``, ``_dense_many_blocks`` and ``_dense_plan``; here are ``dense_mla``
-and the launch that it shares with ``decode_mla``.
+The programs are in ``_dense_few``, ``_dense_few_fp8``, ``_dense_many``, ``_dense_many_blocks`` and ``_dense_plan``;
+here are ``dense_mla`` and the launch that it shares with ``decode_mla``.
 
 Shapes: S queries, T tokens, H heads, E = d_v + rope (one cached token), B requests, N = B·S·H rows.
 """
@@ -9,10 +9,9 @@ Shapes: S queries, T tokens, H heads, E = d_v + rope (one cached token), B reque
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +30,8 @@ from mla_convert.runtime.kernels._common import (
 )
 from mla_convert.runtime.kernels._dense import BLOCK, PLAN_COLUMNS
 from mla_convert.runtime.kernels._dense_few import few_rows
+from mla_convert.runtime.kernels._dense_few_fp8 import MOST_COLUMNS as FP8_COLUMNS
+from mla_convert.runtime.kernels._dense_few_fp8 import few_fp8_rows
 from mla_convert.runtime.kernels._dense_many import TILE, many_rows
 from mla_convert.runtime.kernels._dense_many_blocks import many_rows_by_blocks
 
@@ -39,6 +40,9 @@ MAX_WIDTH = 576
 FEW = 32
 """Requests of up to this many rows have the tokens on the M side of the products."""
 MOST_LANES = 12
+MOST_SCHEDULES = 4096  # that are kept
+
+_schedules: dict[Hashable, Tensor] = {}
 
 
 def dense_mla(
@@ -60,9 +64,8 @@ def dense_mla(
     with like spans share the work of fetching them, so keep the queries of a sequence together.
 
     Scores, softmax and both sums are float32; probabilities are rounded to the dtype of ``q_SHE`` before they meet
-    the values. Two runs give equal bits, but where up to 32 rows do not fill a tile (8, 16 or 32) the last bit may
-    differ; last bits also depend on what else a call holds, which decides where the work is cut into parts. It carries
-    no gradient.
+    the values. Two runs give equal bits; last bits depend on what else a call holds, which decides where the
+    work is cut into parts. It carries no gradient.
 
     Args:
         q_SHE: [S, H, E] bfloat16 or float16, any number of heads.
@@ -106,8 +109,7 @@ def dense_mla(
     return (out_SHR if rank == d_v else out_SHR[..., :d_v].contiguous()), lse_N.view(queries, heads)
 
 
-@dataclass(frozen=True, slots=True)
-class Cache:
+class Cache(NamedTuple):  # a tuple, as one is made in every call
     """Rows [tokens, E], or [tokens, 656] bytes of ``fp8``, in pages.
 
     Token p of request b, p < ``capacity``, is row ``table_BP[b, p // page] * page + p % page``; without a table the
@@ -121,17 +123,18 @@ class Cache:
     fp8: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Spans:
+class Spans(NamedTuple):
     """What each query of each request sees: [starts, ends) or, with lengths, all before the length.
 
     With ``causal`` the last query of a request sees its whole length and each query before it one token less.
+    ``length`` is one that all requests have and the host knows.
     """
 
     requests: int
     queries_each: int
     lengths_B: Tensor | None = None
     causal: bool = False
+    length: int | None = None
     starts_S: Tensor | None = None
     ends_S: Tensor | None = None
 
@@ -154,50 +157,26 @@ def attend(
     rows_each = spans.queries_each * heads
     if requests * rows_each != rows:
         raise ValueError(f"{rows} rows of {requests} requests with {spans.queries_each} x {heads} each")
-    tile = tile_rows(rows_each)
-    lanes = lanes_of(-(-rows_each // tile))
-    items_each = -(-rows_each // (tile * lanes))
-    items, shares = requests * items_each, max(_multiprocessors(device) // lanes, 1)
+    tile, lanes, items_each, shares = tiling(rows_each, device)
+    items = requests * items_each
 
     # Each allocation and view costs the host as much as a launch: as few as can be.
-    lines = items + shares + 1 + rows // heads
-    plan = torch.empty(lines, PLAN_COLUMNS, dtype=torch.int32, device=device)
     part = torch.empty(2 * shares * lanes, tile, rank + 4, dtype=torch.float32, device=device)
     out_NR = torch.empty(rows, rank, dtype=q.dtype, device=device)
     lse_N = torch.empty(rows, dtype=torch.float32, device=device)
     sink_H = lse_N[:heads] if attn_sink is None else launchable(attn_sink.to(torch.float32))
-    if spans.lengths_B is not None:
-        lengths = starts = ends = spans.lengths_B
-    else:
-        assert spans.starts_S is not None and spans.ends_S is not None
-        starts, ends = spans.starts_S, spans.ends_S
-        lengths = ends[:requests]
     values = scales = ropes = cache.rows_TE
     if cache.fp8:
         values, scales, ropes = (
             values.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float32, torch.bfloat16)
         )
-    table = cache.table_BP
-    if table is None:  # never read, but it has to have a line for each request
-        table = plan[:requests]
     # Tiles of 64 rows fetch whole blocks where none crosses a page.
     blocks = tile == TILE and not cache.fp8 and (cache.table_BP is None or cache.page % BLOCK == 0)
     with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
-        _entry("plan")(
-            lengths,
-            starts,
-            ends,
-            int(spans.lengths_B is not None),
-            int(spans.causal),
-            heads,
-            spans.queries_each,
-            tile * lanes,
-            items_each,
-            items,
-            shares,
-            cache.capacity,
-            plan,
-        )
+        plan = schedule(spans, cache.capacity, heads, tile * lanes, items_each, shares, device)
+        table = cache.table_BP
+        if table is None:  # never read, but it has to have a line for each request
+            table = plan[:requests]
         _entry("attend", tile, rank, rope, q.dtype, cache.fp8, blocks)(
             q_NE,
             values,
@@ -235,6 +214,66 @@ def attend(
     return out_NR, lse_N
 
 
+def schedule(
+    spans: Spans,
+    capacity: int,
+    heads: int,
+    rows_item: int,
+    items_each: int,
+    shares: int,
+    device: torch.device,
+) -> Tensor:
+    """The plan, int32 [lines, PLAN_COLUMNS]: made on the device in every call, but kept where the host knows lengths.
+
+    What is kept is never freed, since a captured graph may read it, and is made before any stream goes on.
+    """
+    requests = spans.requests
+    key = None
+    if spans.length is not None:
+        key = (
+            requests,
+            spans.queries_each,
+            spans.causal,
+            spans.length,
+            heads,
+            rows_item,
+            items_each,
+            shares,
+            device,
+        )
+        if (kept := _schedules.get(key)) is not None:
+            return kept
+        lengths = starts = ends = torch.full((requests,), spans.length, dtype=torch.int32, device=device)
+    elif spans.lengths_B is not None:
+        lengths = starts = ends = spans.lengths_B
+    else:
+        assert spans.starts_S is not None and spans.ends_S is not None
+        starts, ends = spans.starts_S, spans.ends_S
+        lengths = ends[:requests]
+    items = requests * items_each
+    lines = items + shares + 1 + requests * spans.queries_each
+    plan = torch.empty(lines, PLAN_COLUMNS, dtype=torch.int32, device=device)
+    _entry("plan")(
+        lengths,
+        starts,
+        ends,
+        int(spans.ends_S is None),
+        int(spans.causal),
+        heads,
+        spans.queries_each,
+        rows_item,
+        items_each,
+        items,
+        shares,
+        capacity,
+        plan,
+    )
+    if key is not None and len(_schedules) < MOST_SCHEDULES and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()
+        _schedules[key] = plan
+    return plan
+
+
 @functools.cache
 def _entry(what: str, *key: Any) -> Callable[..., None]:
     """What launches a kernel; looked up once, since the way there costs a small launch more than the launch."""
@@ -244,6 +283,14 @@ def _entry(what: str, *key: Any) -> Callable[..., None]:
         "combine": combine_kernel,
     }
     return launcher(builders[what](*key))
+
+
+@functools.cache
+def tiling(rows_each: int, device: torch.device) -> tuple[int, int, int, int]:
+    """For requests of so many rows: rows of a tile, tiles side by side, items of a request, and shares of the work."""
+    tile = tile_rows(rows_each)
+    lanes = lanes_of(-(-rows_each // tile))
+    return tile, lanes, -(-rows_each // (tile * lanes)), max(_multiprocessors(device) // lanes, 1)
 
 
 @functools.cache
@@ -274,15 +321,18 @@ def native(rows: int, d_v: int, rope: int) -> tuple[int, int]:
 
 def unsupported(q: Tensor, d_v: int, scale: float) -> str | None:
     """Why the kernels do not take these arguments, or None if they do."""
-    if q.dtype not in DTYPES:
-        return f"dtype {str(q.dtype).removeprefix('torch.')} is neither bfloat16 nor float16"
-    rank, rope = native(FEW + 1, d_v, q.shape[-1] - d_v)
-    if rank > MAX_RANK or rank + rope > MAX_WIDTH:
-        return (
-            f"{d_v} + {q.shape[-1] - d_v} dims a token, more than {MAX_RANK} for values or {MAX_WIDTH} in all"
-        )
     if not 0 < scale < float("inf"):
         return f"scale {scale} is not a positive number"
+    return _unsupported(q.dtype, d_v, q.shape[-1] - d_v)
+
+
+@functools.lru_cache(maxsize=1024)
+def _unsupported(dtype: torch.dtype, d_v: int, rope: int) -> str | None:
+    if dtype not in DTYPES:
+        return f"dtype {str(dtype).removeprefix('torch.')} is neither bfloat16 nor float16"
+    rank, padded = native(FEW + 1, d_v, rope)
+    if rank > MAX_RANK or rank + padded > MAX_WIDTH:
+        return f"{d_v} + {rope} dims a token, more than {MAX_RANK} for values or {MAX_WIDTH} in all"
     return None
 
 
@@ -307,6 +357,8 @@ def compile_for(
                 insert_barriers=False,
             )
         return compiled(("dense", tile, rank, rope, name, fp8), lambda: many_rows(rank, rope, name, fp8))
+    if fp8 and tile <= FP8_COLUMNS:
+        return compiled(("dense fp8", tile), lambda: few_fp8_rows(tile), insert_barriers=False)
     return compiled(("dense", tile, rank, rope, name, fp8), lambda: few_rows(tile, rank, rope, name, fp8))
 
 
