@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from conversions import run
+from test_module_gpu import SPARSE
 
 pytest.importorskip("tilelang", reason="TileLang is not installed (it is for Linux only)")
 
@@ -32,7 +34,7 @@ from mla_convert.runtime.kernels import (
     sparse_mla_backward,
     topk,
 )
-from mla_convert.runtime.kernels.variants import Variant
+from mla_convert.runtime.kernels.variants import Variant, variants
 from mla_convert.warmup import build, warmup
 
 needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="no nvcc on PATH to compile kernels with")
@@ -76,6 +78,10 @@ def compiled_keys(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, **options: 
 def test_every_kind_of_kernel_is_listed(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The keys of all calls of ``compiled`` in the sources begin with a kind, and every kind is among the keys."""
     keys = compiled_keys(checkpoint, monkeypatch)
+    for variant in variants(
+        replace(SPARSE, heads=64), torch.bfloat16
+    ):  # more heads, and dims that FP8 rows have
+        variant.build()
     kinds = {key[0] if isinstance(key, tuple) else key for key in keys}
     sources = [path.read_text() for path in Path(*kernel_modules.__path__).glob("*.py")]
     assert len(sources) > 10
