@@ -186,15 +186,15 @@ def fetch(
 
 
 @T.macro
-def load_codes(KV, Scales, source, raw, factor, half, place, thread):
+def load_codes(KV, Scales, source, raw, factor, half, thread):
     """Producer: half of the values of four rows and their scales into registers; zeros for a row that is not there."""
     for r in T.unroll(4):
         for u in T.unroll(2):
-            factor[place * 8 + r * 2 + u] = T.if_then_else(
+            factor[r * 2 + u] = T.if_then_else(
                 source[r] >= 0, Scales[T.max(source[r], 0), FP8_SCALES + half * 2 + u], 0.0
             )
             for k in T.vectorized(16):
-                raw[place * 128 + (r * 2 + u) * 16 + k] = T.if_then_else(
+                raw[(r * 2 + u) * 16 + k] = T.if_then_else(
                     source[r] >= 0,
                     KV[T.max(source[r], 0), (half * 2 + u) * FP8_GROUP + thread % 8 * 16 + k],
                     T.cast(0.0, "float8_e4m3fn"),
@@ -202,7 +202,7 @@ def load_codes(KV, Scales, source, raw, factor, half, place, thread):
 
 
 @T.macro
-def store_values(raw, factor, rank_sh, s, half, place, thread):
+def store_values(raw, factor, rank_sh, s, half, thread):
     """Producer: code times scale, rounded, to shared memory."""
     for r in T.unroll(4):
         for u in T.unroll(2):
@@ -210,48 +210,32 @@ def store_values(raw, factor, rank_sh, s, half, place, thread):
                 for k in T.vectorized(8):
                     rank_sh[
                         s, r * 16 + thread // 8, (half * 2 + u) * FP8_GROUP + thread % 8 * 16 + v * 8 + k
-                    ] = (
-                        T.cast(raw[place * 128 + (r * 2 + u) * 16 + v * 8 + k], "float32")
-                        * factor[place * 8 + r * 2 + u]
-                    )
+                    ] = T.cast(raw[(r * 2 + u) * 16 + v * 8 + k], "float32") * factor[r * 2 + u]
 
 
 @T.macro
 def fetch_fp8(
     KV, Scales, Rope, Table, paged, entry, source, here, raw, factor, rank_sh, rope_sh, valid, holes, request, page,
-    pages, begin, end, thread, full, free, used0, used1, ahead,
+    pages, begin, end, thread, full, free, used0, used1,
 ):  # fmt: skip
     """Producer: as ``fetch``, from rows in FlashMLA's FP8 layout; values become 16-bit floats on their way.
 
-    ``KV``, ``Scales`` and ``Rope`` are the same memory as e4m3, float32 and bfloat16. With ``ahead`` the codes of the
-    next half are asked for before those of one are converted, which takes twice the registers.
+    ``KV``, ``Scales`` and ``Rope`` are the same memory as e4m3, float32 and bfloat16.
     """
-    if ahead:
-        locate(entry, source, page, pages, begin, thread)
-        ask(Table, paged, entry, request, page, begin + BLOCK, end, thread)
-        load_codes(KV, Scales, source, raw, factor, 0, 0, thread)
     for i in T.serial(T.ceildiv(end - begin, BLOCK)):
         s = i % 2
         phase = (T.if_then_else(s == 0, used0, used1) + i // 2) & 1
-        if ahead:
-            load_codes(KV, Scales, source, raw, factor, 1, 1, thread)
-        else:
-            locate(entry, source, page, pages, begin + i * BLOCK, thread)
-            ask(Table, paged, entry, request, page, begin + (i + 1) * BLOCK, end, thread)
-            load_codes(KV, Scales, source, raw, factor, 0, 0, thread)
+        locate(entry, source, page, pages, begin + i * BLOCK, thread)
+        ask(Table, paged, entry, request, page, begin + (i + 1) * BLOCK, end, thread)
+        load_codes(KV, Scales, source, raw, factor, 0, thread)
         for r in T.unroll(4):
             here[r] = source[r]
         T.barrier_wait(free[s * 2], phase ^ 1)
         flag(here, valid, holes, s, i + 1, thread)
-        store_values(raw, factor, rank_sh, s, 0, 0, thread)
+        store_values(raw, factor, rank_sh, s, 0, thread)
         T.fence_proxy_async()
         T.barrier_arrive(full[s * 2])
-        if ahead:
-            locate(entry, source, page, pages, begin + (i + 1) * BLOCK, thread)
-            ask(Table, paged, entry, request, page, begin + (i + 2) * BLOCK, end, thread)
-            load_codes(KV, Scales, source, raw, factor, 0, 0, thread)
-        else:
-            load_codes(KV, Scales, source, raw, factor, 1, 0, thread)
+        load_codes(KV, Scales, source, raw, factor, 1, thread)
         T.barrier_wait(free[s * 2 + 1], phase ^ 1)
         for r in T.unroll(4):
             T.ptx_cp_async(
@@ -261,6 +245,6 @@ def fetch_fp8(
                 here[r] >= 0,
             )
         T.cp_async_barrier_noinc(full[s * 2 + 1])
-        store_values(raw, factor, rank_sh, s, 1, 1 if ahead else 0, thread)
+        store_values(raw, factor, rank_sh, s, 1, thread)
         T.fence_proxy_async()
         T.barrier_arrive(full[s * 2 + 1])

@@ -30,7 +30,7 @@ from mla_convert.runtime.kernels._dense_few import steps
 
 RANK, ROPE = 512, 64
 MOST_COLUMNS = 16
-PIECES = 2  # of a block of rows in shared memory, each with barriers of its own
+PIECES = 1  # of a block of rows in shared memory, each with barriers of its own
 
 # Eight threads have a row of codes, 16 of each 128 a thread. The eight threads of a store write 128 bytes of one row
 # to two panels of 64 columns: those of the second panel take their two pieces the other way round, so that a store

@@ -340,7 +340,7 @@ def many_rows(rank: int, rope: int, dtype: str, fp8: bool) -> Any:
                         fetch_fp8(
                             KV, Scales, Rope, Table, paged, entry, source, here, raw, unit, kv_rank, kv_rope, valid,
                             holes, turn[REQUEST], page, T.truncdiv(tokens, page), turn[BEGIN], turn[END], producer,
-                            full, free, used0, used1, False,
+                            full, free, used0, used1,
                         )  # fmt: skip
                     else:
                         fetch(
