@@ -172,13 +172,13 @@ def _sample_ms(call: Callable[[], object], calls: int) -> float:
 
 
 def in_graph(call: Callable[[], object]) -> Callable[[], object]:
-    """The same call captured once, to be replayed."""
+    """The same call captured once, to be replayed. It keeps the call, and so what that has made beforehand, alive."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+    return lambda kept=call: graph.replay()
 
 
 def ceilings() -> Ceilings:

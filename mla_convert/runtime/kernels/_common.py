@@ -45,8 +45,10 @@ def compiled(
                 configs[tilelang.PassConfigKey.TL_DISABLE_SAFE_MEMORY_ACCESS] = True
             if not insert_barriers:
                 configs[tilelang.PassConfigKey.TL_DISABLE_THREAD_STORAGE_SYNC] = True
-            with _quiet_log(), _alone(key):
-                kernel = tilelang.compile(build(), target=TARGET, pass_configs=configs)
+            with _quiet_log():
+                program = build()  # outside the lock: many processes may do this at a time
+                with _alone(key):
+                    kernel = tilelang.compile(program, target=TARGET, pass_configs=configs)
             source = kernel.get_kernel_source()
             if found := divergent_barriers(source) + shared_barriers(source):
                 raise CannotError(
