@@ -16,7 +16,7 @@ from typing import Any
 
 import tilelang.language as T  # noqa: N812
 
-from mla_convert.runtime.kernels._sparse_mla_backward import accumulator_place
+from mla_convert.runtime.kernels._accumulators import accumulator_place
 
 COLUMNS = 128  # heads times queries of one consumer
 BLOCK = 64  # keys a step: what one warpgroup's matrix instruction takes on its M side

@@ -18,10 +18,10 @@ from typing import Any
 
 import tilelang.language as T  # noqa: N812
 
+from mla_convert.runtime.kernels._accumulators import SCATTER, accumulator_place
 from mla_convert.runtime.kernels._common import LN2, LOG2E
 from mla_convert.runtime.kernels._indexer_logits import HEAD_SUMS
 from mla_convert.runtime.kernels._indexer_loss_target import BLOCK, LOWEST
-from mla_convert.runtime.kernels._sparse_mla_backward import SCATTER, accumulator_place
 
 STAGES = 4
 AHEAD = STAGES - 1  # blocks that the second role copies ahead of the one whose dK it adds up

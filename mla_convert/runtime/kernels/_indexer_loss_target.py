@@ -14,8 +14,8 @@ from typing import Any
 
 import tilelang.language as T  # noqa: N812
 
+from mla_convert.runtime.kernels._accumulators import accumulator_place
 from mla_convert.runtime.kernels._common import LOG2E
-from mla_convert.runtime.kernels._sparse_mla_backward import accumulator_place
 
 BLOCK = 64  # keys a step: what one warpgroup's matrix instruction takes on its M side
 LOWEST = -1.0e30  # where a maximum starts: finite, so that nothing computes inf - inf

@@ -1,4 +1,4 @@
-"""The parts of ``_sparse_mla_backward_shared`` that are CUDA C++: what must lie in given registers or addresses.
+"""The parts of ``_sparse_mla_backward`` that are CUDA C++: what must lie in given registers or addresses.
 
 Panels: shared memory holds rows of K, Q and dO as panels of 64 columns under the 128-byte swizzle.
 

@@ -36,13 +36,10 @@ from mla_convert.runtime.kernels._sparse_mla_backward_rows import (
     sum_slots,
     unite,
 )
-from mla_convert.runtime.kernels._sparse_mla_backward_shared import shared_backward
 from mla_convert.runtime.kernels.sparse_mla import list_lengths
 from mla_convert.runtime.kernels.sparse_mla import unsupported as forward_unsupported
 
 MAX_ROPE = 64
-FEW_HEADS = 32
-"""So many at most, and neighbouring queries share lists."""
 SLOT_BYTES = 1 << 30
 """What the deterministic mode may hold at once of the gradients of single entries, before their sum."""
 
@@ -189,19 +186,11 @@ def _atomic(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """dq, and dkv in float32, which every thread block adds to."""
-    (_, heads, width), rank = q_SHE.shape, d_out_SHR.shape[2]
     dq_SHE = torch.empty_like(q_SHE)
     dkv_TE = torch.zeros(kv_TE.shape, dtype=torch.float32, device=kv_TE.device)
-    if heads > FEW_HEADS:
-        lengths_S = list_lengths(indices_SK, limits_S, kv_TE.shape[0])
-        _entry("main", heads, rank, width - rank, q_SHE.dtype)(
-            q_SHE, kv_TE, indices_SK, lengths_S, d_out_SHR, terms.lse2_SH, terms.share_SH, terms.offset_SH, scale,
-            dq_SHE, dkv_TE,
-        )  # fmt: skip
-        return dq_SHE, dkv_TE
-    lists = _shared_lists(indices_SK, limits_S, heads, kv_TE.shape[0])
+    lists = _shared_lists(indices_SK, limits_S, q_SHE.shape[1], kv_TE.shape[0])
     parts = _parts_for(q_SHE, lists)
-    _shared(q_SHE, in_quads(kv_TE), lists, parts, d_out_SHR, terms, scale, dq_SHE, dkv_TE, slots=False)
+    _products(q_SHE, in_quads(kv_TE), lists, parts, d_out_SHR, terms, scale, dq_SHE, dkv_TE, slots=False)
     return dq_SHE, dkv_TE
 
 
@@ -233,7 +222,7 @@ def _deterministic(
     for i, first in enumerate(range(0, count, step)):
         some = lists[first : first + step]
         rows = slice(first * lists.group, min((first + step) * lists.group, queries))
-        _shared(
+        _products(
             q_SHE[rows], quads_TE, some, parts, d_out_SHR[rows], terms[rows], scale, dq_SHE[rows], slots, slots=True
         )  # fmt: skip
         _entry("sum", width, dtype)(slots, order, begin[i], first * entries, tiles, dkv_TE)
@@ -261,7 +250,7 @@ def entry_order(
     return order, torch.searchsorted(named, every).view(steps, tokens + 1)
 
 
-def _shared(
+def _products(
     q_SHE: Tensor,
     kv_TE: Tensor,
     lists: _Lists,
@@ -281,7 +270,7 @@ def _shared(
     part = dq
     if parts > 1:
         part = torch.empty(len(dq) * parts, width, dtype=torch.float32, device=dq.device)
-    _entry("shared", rank, width - rank, q.dtype, slots, parts > 1)(
+    _entry("main", rank, width - rank, q.dtype, slots, parts > 1)(
         q, kv_TE, lists.indices, lists.lengths, lists.counts, query_rows, heads * lists.group, parts, d_out,
         terms.lse2_SH.flatten(), terms.share_SH.flatten(), terms.offset_SH.flatten(), scale, part, dkv,
     )  # fmt: skip
@@ -340,7 +329,6 @@ def _entry(what: str, *key: Any) -> Callable[..., None]:
     builders: dict[str, Callable[..., Any]] = {
         "prepare": prepare_kernel,
         "main": compile_for,
-        "shared": shared_kernel,
         "sum": sum_kernel,
         "parts": parts_kernel,
         "unite": unite_kernel,
@@ -358,27 +346,16 @@ def unsupported(q_SHE: Tensor, d_v: int, scale: float) -> str | None:
     return None
 
 
-def compile_for(heads: int, rank: int, rope: int, dtype: torch.dtype) -> Any:
-    """The five products for a head count and native sizes; compiles without a GPU, once per variant."""
-    tiles, name = -(-heads // 64), DTYPES[dtype]
-    return compiled(
-        ("sparse_mla_backward", tiles, rank, rope, name),
-        lambda: backward(tiles, rank, rope, name),
-        safe_access=False,
-        insert_barriers=False,
-    )
-
-
-def shared_kernel(rank: int, rope: int, dtype: torch.dtype, slots: bool = False, split: bool = False) -> Any:
-    """The five products for lists that several queries may share, for native sizes.
+def compile_for(rank: int, rope: int, dtype: torch.dtype, slots: bool = False, split: bool = False) -> Any:
+    """The five products for native sizes, whatever the heads; compiles without a GPU, once per variant.
 
     ``slots`` is for the deterministic mode, whose results go to ``sum_kernel``; ``split`` for few queries, where
     several thread blocks share a list: their parts of dq go to ``parts_kernel``.
     """
     name = DTYPES[dtype]
     return compiled(
-        ("sparse_mla_backward_shared", rank, rope, name, slots, split),
-        lambda: shared_backward(rank, rope, name, slots, split),
+        ("sparse_mla_backward", rank, rope, name, slots, split),
+        lambda: backward(rank, rope, name, slots, split),
         safe_access=False,
         insert_barriers=False,
     )

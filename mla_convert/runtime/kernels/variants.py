@@ -94,16 +94,12 @@ def _backward(spec: AttentionSpec, dtype: torch.dtype) -> Iterator[Variant]:
         return
     rank, rope = sparse_mla_backward.native(spec.rank, spec.rope)
     yield Variant(f"gradients: rows, {rank} dims", partial(sparse_mla_backward.prepare_kernel, rank, dtype))
-    few = spec.heads <= sparse_mla_backward.FEW_HEADS
-    if few:
+    if spec.heads <= 32:
         yield Variant("gradients: one list of several", sparse_mla_backward.unite_kernel)
-    else:
-        main = partial(sparse_mla_backward.compile_for, spec.heads, rank, rope, dtype)
-        yield Variant(f"gradients: {spec.heads} heads, {rank} + {rope} dims", main)
-    for slots, split in product((False, True) if few else (True,), (False, True)):
-        name = f"gradients: {rank} + {rope} dims, " + ("deterministic" if slots else "few heads")
-        shared = partial(sparse_mla_backward.shared_kernel, rank, rope, dtype, slots, split)
-        yield Variant(name + (", few queries" if split else ""), shared)
+    for slots, split in product((False, True), (False, True)):
+        name = f"gradients: {rank} + {rope} dims" + (", deterministic" if slots else "")
+        main = partial(sparse_mla_backward.compile_for, rank, rope, dtype, slots, split)
+        yield Variant(name + (", few queries" if split else ""), main)
     parts = partial(sparse_mla_backward.parts_kernel, rank + rope, dtype)
     yield Variant(f"gradients: sums of parts, {rank + rope} dims", parts)
     sums = partial(sparse_mla_backward.sum_kernel, rank + rope, slot_dtype(DTYPES[dtype]))
