@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +27,7 @@ from benchmarks.kernels.common import (  # noqa: E402
     Measurement,
     Row,
     cosine_error,
+    in_graph,
     table,
 )
 
@@ -237,3 +242,26 @@ def test_rows_of_a_table_have_a_cell_a_column() -> None:
     full = Row("dense", Case("full", fails, (Goal(1, "x torch"),)), FOUND)
     counts = {line.count("|") for line in table([bare, full], LIMITS).splitlines()}
     assert len(counts) == 1
+
+
+def test_a_captured_call_keeps_what_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule that was made before the capture is read in every replay."""
+
+    class Graph:
+        def replay(self) -> None: ...
+
+    class Schedule: ...
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+    schedule = Schedule()
+    alive = weakref.ref(schedule)
+    replay = in_graph(partial(id, schedule))
+    del schedule
+    gc.collect()
+    replay()
+    assert alive() is not None
+    del replay
+    gc.collect()
+    assert alive() is None
