@@ -178,15 +178,10 @@ def test_dense_many_rows() -> None:
 def test_sparse_backward() -> None:
     from mla_convert.runtime.kernels.sparse_mla_backward import compile_for
 
-    kernel = compile_for(512, 64, torch.bfloat16, slots=True)
-    instructions(
-        kernel,
-        "wgmma_ss<",
-        "wgmma_rs<",
-        "mla_gather<5, 576>",
-        "mla_weigh(",
-        "mla_add<false, 576, 2, 5, false>",
-    )
+    for slots in (False, True):
+        kernel = compile_for(512, 64, torch.bfloat16, slots)
+        add = f"mla_add<{'false' if slots else 'true'}, 576, 2, 5, false>"
+        instructions(kernel, "wgmma_ss<", "wgmma_rs<", "mla_gather<5, 576>", "mla_weigh(", add)
 
 
 def test_sparse_backward_rows_and_sums() -> None:
