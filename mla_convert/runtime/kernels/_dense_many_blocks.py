@@ -9,25 +9,20 @@ from typing import Any
 
 import tilelang.language as T  # noqa: N812
 
-from mla_convert.runtime.kernels._common import LN2, LOG2E
 from mla_convert.runtime.kernels._dense import (
     BEGIN,
     BLOCK,
     COUNT,
     LOWEST,
     PLAN_COLUMNS,
-    ROW,
-    ROWS_END,
     SEEN_BEGIN,
     SEEN_END,
     SLACK,
-    SLOT,
     TURN,
-    WHOLE,
     turn_at,
 )
 from mla_convert.runtime.kernels._dense_blocks import AHEAD, HELPERS, fetch_blocks, load_queries, page_at
-from mla_convert.runtime.kernels._dense_many import TILE, follow, rescale, store
+from mla_convert.runtime.kernels._dense_many import TILE, finish_first, finish_second, follow, rescale, store
 
 
 def many_rows_by_blocks(rank: int, rope: int, dtype: str) -> Any:
@@ -265,31 +260,10 @@ def many_rows_by_blocks(rank: int, rope: int, dtype: str) -> Any:
                     used0 = used0 + (count + 1) // 2
                     used1 = used1 + count // 2
 
-                    T.barrier_wait(finished[1], w & 1)
-                    for h in T.Parallel(TILE):
-                        before0[h] = 0.0
-                        if (has_sink != 0) & (turn[WHOLE] != 0):
-                            before0[h] = T.exp2(
-                                Sink[T.truncmod(turn[ROW] + h, heads)] * LOG2E - highest0[h] * scale
-                            )
-                    for h in T.Parallel(TILE):
-                        total0[h] = total0[h] + total_sh[h]
-                    for h in T.Parallel(TILE):
-                        factor0[h] = T.if_then_else(total0[h] == 0.0, 0.0, 1.0 / (total0[h] + before0[h]))
-                        part0[h] = (T.log2(total0[h]) + highest0[h] * scale) * LN2
-                    for h in T.Parallel(TILE):
-                        part0[h] = T.if_then_else(total0[h] == 0.0, -T.infinity("float32"), part0[h])
-                    if turn[WHOLE] != 0:
-                        for h in T.Parallel(TILE):
-                            if turn[ROW] + h < turn[ROWS_END]:
-                                Lse[turn[ROW] + h] = part0[h]
-                    else:
-                        for h in T.Parallel(TILE):
-                            Part[turn[SLOT], h, rank] = part0[h]
-                    T.copy(factor0, factor_sh)
-                    T.barrier_arrive(finished[0])
-                    for h, d in T.Parallel(TILE, left):
-                        out0[h, d] = out0[h, d] * factor0[h]
+                    finish_first(
+                        finished, w, turn, has_sink, Sink, heads, scale, before0, highest0, total0, total_sh, factor0,
+                        factor_sh, part0, out0, left, rank, Lse, Part,
+                    )  # fmt: skip
                     store(0, out0, 0, left, turn, stage, Out, Part)
             elif thread < 256:
                 T.set_max_nreg(216, 1)
@@ -334,13 +308,7 @@ def many_rows_by_blocks(rank: int, rope: int, dtype: str) -> Any:
                     used0 = used0 + (count + 1) // 2
                     used1 = used1 + count // 2
 
-                    T.copy(total1, total_sh)
-                    T.barrier_arrive(finished[1])
-                    T.barrier_wait(finished[0], w & 1)
-                    for h in T.Parallel(TILE):
-                        factor1[h] = factor_sh[h]
-                    for h, d in T.Parallel(TILE, right):
-                        out1[h, d] = out1[h, d] * factor1[h]
+                    finish_second(finished, w, total1, total_sh, factor1, factor_sh, out1, right)
                     store(1, out1, left, right, turn, stage, Out, Part)
             else:
                 T.set_max_nreg(72, 0)

@@ -282,7 +282,7 @@ def _shared_lists(indices_SK: Tensor, limits_S: Tensor | None, heads: int, token
     """As many queries on a list as fill a tile of 64 heads, up to ``GROUP``: what they all list is added once."""
     (queries, entries), device = indices_SK.shape, indices_SK.device
     lengths_S = list_lengths(indices_SK, limits_S, tokens)
-    group = min(GROUP, 64 // heads, queries, UNION_ENTRIES // entries)
+    group = min(most_sharing(heads), queries, UNION_ENTRIES // entries)
     if group < 2 or tokens > UNION_TOKENS:
         nothing = torch.empty(1, GROUP, entries, dtype=torch.uint16, device=device)
         return _Lists(indices_SK, lengths_S, nothing, 1)
@@ -295,6 +295,11 @@ def _shared_lists(indices_SK: Tensor, limits_S: Tensor | None, heads: int, token
     )
     _entry("unite")(indices_SK, lengths_S, tokens, group, lists.indices, lists.counts, lists.lengths)
     return lists
+
+
+def most_sharing(heads: int) -> int:
+    """How many queries of so many heads share a list at most: those whose heads fill a tile of 64 rows."""
+    return min(GROUP, 64 // heads)
 
 
 def _parts_for(q_SHE: Tensor, lists: _Lists) -> int:

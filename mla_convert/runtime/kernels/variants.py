@@ -94,7 +94,7 @@ def _backward(spec: AttentionSpec, dtype: torch.dtype) -> Iterator[Variant]:
         return
     rank, rope = sparse_mla_backward.native(spec.rank, spec.rope)
     yield Variant(f"gradients: rows, {rank} dims", partial(sparse_mla_backward.prepare_kernel, rank, dtype))
-    if spec.heads <= 32:
+    if sparse_mla_backward.most_sharing(spec.heads) > 1:
         yield Variant("gradients: one list of several", sparse_mla_backward.unite_kernel)
     for slots, split in product((False, True), (False, True)):
         name = f"gradients: {rank} + {rope} dims" + (", deterministic" if slots else "")
