@@ -10,7 +10,6 @@ Also a script, for a GPU host without pytest: ``python tests/test_backward_gpu.p
 from __future__ import annotations
 
 import os
-import zlib
 
 import pytest
 import torch
@@ -26,11 +25,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _can_run, reason=f"no kern
 HEADS = [1, 8, 16, 24, 48, 64, 96, 128]
 TOPK = [1, 64, 100, 192, 2048]
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-
-
-@pytest.fixture(autouse=True)
-def _seeded(request: pytest.FixtureRequest) -> None:
-    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ of the cache that no token may see hold NaN.
 from __future__ import annotations
 
 import os
-import zlib
 
 import pytest
 import torch
@@ -25,11 +24,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _can_run, reason=f"no kern
 HEADS = [1, 2, 3, 8, 12, 16, 20, 32, 33, 40, 64, 96, 100, 128]
 LENGTHS = [0, 1, 63, 64, 65, 129, 700, 1999]
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True)
-def _seeded(request: pytest.FixtureRequest) -> None:
-    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
 def paged(

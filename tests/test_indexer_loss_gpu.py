@@ -6,7 +6,6 @@ Also a script, for a GPU host without pytest: ``python tests/test_indexer_loss_g
 from __future__ import annotations
 
 import os
-import zlib
 from typing import Any
 
 import pytest
@@ -22,11 +21,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _can_run, reason=f"no kern
 LOSS = 2e-4  # relative
 COSINE = 1e-5  # 1 - cosine of each gradient
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True)
-def _seeded(request: pytest.FixtureRequest) -> None:
-    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
 
 
 Case = tuple[list[Tensor], Tensor, Tensor, float]
