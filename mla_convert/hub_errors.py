@@ -140,10 +140,8 @@ def explain_writing(error: Exception, doing: str, repo_id: str, endpoint: str) -
         text, hint = _status_text(status, names, repo_id, endpoint)
         return HubError(f"cannot {doing}: {text}", hint=hint, details=details)
     for each in _chain(error):
-        if "TransportError" in names_of(
-            each
-        ):  # an OSError below is one of the network: no route, no such host
-            break
+        if "TransportError" in names_of(each):
+            break  # an OSError below is one of the network: no route, no such host
         if isinstance(each, OSError) and each.errno and not isinstance(each, (ConnectionError, TimeoutError)):
             where = f"{plain(each.filename)}: " if each.filename else ""
             return LocalIOError(
