@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -120,7 +121,8 @@ class Row:
     failure: str | None = None
 
 
-ROUNDS = 3
+ROUNDS = 4
+SETTLE_MS = 30
 ROUND_MS = 40
 SAMPLE_MS = 4
 
@@ -146,29 +148,45 @@ def measured(
 def medians_ms(calls: Sequence[Callable[[], object]]) -> list[float]:
     """Median time of each call by CUDA events.
 
-    The calls take turns, so that a clock that drifts drifts for all of them: in each of three rounds a call runs for
-    40 ms, and at least twice. A sample is the mean of calls in a row, as many as make up 4 ms, so that the host's part
-    of the first is no part of the time.
+    The calls take turns, forwards and backwards, since the card lowers its clock under load: in each of four rounds a
+    call runs for 30 ms that do not count, in which the clock becomes the call's own, and for 40 ms that do. A sample
+    is the mean of calls in a row, as many as make up 4 ms. The host does not wait between them, so that its work is
+    part of the time only where it takes longer than the GPU's.
     """
+    once = [_once_ms(call) for call in calls]
     samples: list[list[float]] = [[] for _ in calls]
-    for _ in range(ROUNDS):
-        for call, found in zip(calls, samples, strict=True):
-            call()
-            once = _sample_ms(call, 1)
-            in_a_row = max(1, min(100, math.ceil(SAMPLE_MS / once)))
-            count = max(2, int(ROUND_MS / (once * in_a_row)))
-            found += [_sample_ms(call, in_a_row) for _ in range(count)]
+    for number in range(ROUNDS):
+        for at in range(len(calls)) if number % 2 == 0 else reversed(range(len(calls))):
+            samples[at] += _turn_ms(calls[at], once[at])
     return [statistics.median(found) for found in samples]
 
 
-def _sample_ms(call: Callable[[], object], calls: int) -> float:
+def _once_ms(call: Callable[[], object]) -> float:
+    """The time of a second call, by which to say how many make a sample."""
+    call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    for _ in range(calls):
-        call()
+    call()
     end.record()
     end.synchronize()
-    return float(start.elapsed_time(end)) / calls
+    return float(start.elapsed_time(end))
+
+
+def _turn_ms(call: Callable[[], object], once: float) -> list[float]:
+    """The samples of one turn, each of calls in a row, at least one."""
+    in_a_row = max(1, min(100, math.ceil(SAMPLE_MS / once)))
+    events = [
+        torch.cuda.Event(enable_timing=True) for _ in range(1 + max(1, int(ROUND_MS / (once * in_a_row))))
+    ]
+    for _ in range(math.ceil(SETTLE_MS / once)):
+        call()
+    events[0].record()
+    for event in events[1:]:
+        for _ in range(in_a_row):
+            call()
+        event.record()
+    events[-1].synchronize()
+    return [float(start.elapsed_time(end)) / in_a_row for start, end in pairwise(events)]
 
 
 def in_graph(call: Callable[[], object]) -> Callable[[], object]:
