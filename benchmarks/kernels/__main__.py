@@ -3,9 +3,9 @@
     python -m benchmarks.kernels [--only PART,...] [--rows PATTERN] [--flashmla LIBRARY] [--results FILE] [--json FILE]
 
 Needs a Hopper GPU. Prints one table: time, TFLOP/s or TB/s and their share of the ceiling measured in the same run, the
-ratio to each baseline, errors and goals. Times are the median over CUDA events, after warm-up, in one process; a row
-and its baselines take turns. Exit code 0 if every row was measured, 1 if not, 4 without such a GPU,
-130 if interrupted (Ctrl-C), with the table of the rows until then.
+ratio to each baseline, errors and goals. Times are medians over CUDA events in one process; a row and its baselines
+take turns, under load that lasts and once more on a card that rests between calls. Exit code 0 if every row was
+measured, 1 if not, 4 without such a GPU, 130 if interrupted (Ctrl-C), with the table of the rows until then.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def report(rows: list[Row], limits: Ceilings, command: str) -> str:
         table(rows, limits),
         "",
         'Errors are 1 - cosine with float64 on a sample of queries, for "keys" the share of keys; "times" is how'
-        " many times as fast a row is as the baseline.",
+        " many times as fast a row is as the baseline. Times are those under load that lasts, which lowers the clock"
+        ' of the card; "rested" ones those of 2 ms of calls on a card that has had a pause of 20 ms.',
     ]
     for part in dict.fromkeys(row.part for row in rows):
         _, _, text = (PARTS[part].__doc__ or "").strip().partition("\n\n")

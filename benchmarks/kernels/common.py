@@ -8,8 +8,9 @@ from __future__ import annotations
 import datetime
 import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -28,10 +29,14 @@ ERROR_LIMIT = 1e-4  # what is further off is no baseline, and meets no goal
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """What a row is set beside. ``error`` is the largest of its errors; None where it does other work."""
+    """What a row is set beside. ``error`` is the largest of its errors; None where it does other work.
+
+    ``rested_ms`` as in ``Measurement``; None where it was not measured.
+    """
 
     ms: float
     error: float | None = None
+    rested_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,8 @@ class Rival:
 class Measurement:
     """One row's figures.
 
-    ``errors`` are against float64, by what they are of: 1 - cosine, or for "keys" a share of the keys. ``flop`` and
+    ``ms`` is the time under load that lasts, ``rested_ms`` that of a call on a card that has had a pause. ``errors``
+    are against float64, by what they are of: 1 - cosine, or for "keys" a share of the keys. ``flop`` and
     ``bytes_read`` are those the call cannot do without.
     """
 
@@ -55,6 +61,7 @@ class Measurement:
     flop: float | None = None
     bytes_read: float | None = None
     baselines: dict[str, Baseline] = field(default_factory=dict)
+    rested_ms: float | None = None
 
     @property
     def tflops(self) -> float | None:
@@ -68,6 +75,17 @@ class Measurement:
     def times(self, baseline: str) -> float | None:
         """How many times as fast as the baseline, if that was measured."""
         return self.baselines[baseline].ms / self.ms if baseline in self.baselines else None
+
+    def rested(self) -> Measurement | None:
+        """The same figures with the times of a rested card, and the baselines whose times those are known of."""
+        if self.rested_ms is None:
+            return None
+        baselines = {
+            name: replace(baseline, ms=baseline.rested_ms)
+            for name, baseline in self.baselines.items()
+            if baseline.rested_ms is not None
+        }
+        return replace(self, ms=self.rested_ms, baselines=baselines, rested_ms=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +143,9 @@ ROUNDS = 4
 SETTLE_MS = 30
 ROUND_MS = 40
 SAMPLE_MS = 4
+RESTED_SAMPLES = 5
+REST_MS = 20
+RESTED_MS = 2
 
 
 def measured(
@@ -138,11 +159,14 @@ def measured(
     """Times the call and those beside it."""
     beside = beside or {}
     ms, *others = medians_ms([call, *(rival.call for rival in beside.values())])
+    rivals = [name for name in beside if name != "torch"]  # whose calls may take a hundred times as long
+    rested, *rested_others = rested_ms([call, *(beside[name].call for name in rivals)])
+    rested_by_name = dict(zip(rivals, rested_others, strict=True))
     baselines = {
-        name: Baseline(other, rival.error)
+        name: Baseline(other, rival.error, rested_by_name.get(name))
         for (name, rival), other in zip(beside.items(), others, strict=True)
     }
-    return Measurement(ms, errors, flop, bytes_read, baselines)
+    return Measurement(ms, errors, flop, bytes_read, baselines, rested)
 
 
 def medians_ms(calls: Sequence[Callable[[], object]]) -> list[float]:
@@ -164,12 +188,7 @@ def medians_ms(calls: Sequence[Callable[[], object]]) -> list[float]:
 def _once_ms(call: Callable[[], object]) -> float:
     """The time of a second call, by which to say how many make a sample."""
     call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end))
+    return _sample_ms(call, 1, False)
 
 
 def _turn_ms(call: Callable[[], object], once: float) -> list[float]:
@@ -187,6 +206,34 @@ def _turn_ms(call: Callable[[], object], once: float) -> list[float]:
         event.record()
     events[-1].synchronize()
     return [float(start.elapsed_time(end)) / in_a_row for start, end in pairwise(events)]
+
+
+def rested_ms(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Median time of each call on a card that rests for 20 ms before, so that no load before it lowers the clock.
+
+    Five samples each, in turns, of calls in a row, as many as make up 2 ms. A short call is made once before they
+    count, so that the host's work for the first is no part of the time.
+    """
+    once = [_once_ms(call) for call in calls]
+    samples: list[list[float]] = [[] for _ in calls]
+    for _ in range(RESTED_SAMPLES):
+        for call, expected, found in zip(calls, once, samples, strict=True):
+            torch.cuda.synchronize()
+            time.sleep(REST_MS / 1e3)
+            found.append(_sample_ms(call, max(1, math.ceil(RESTED_MS / expected)), expected < RESTED_MS))
+    return [statistics.median(found) for found in samples]
+
+
+def _sample_ms(call: Callable[[], object], in_a_row: int, after_another: bool) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if after_another:
+        call()
+    start.record()
+    for _ in range(in_a_row):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / in_a_row
 
 
 def in_graph(call: Callable[[], object]) -> Callable[[], object]:
@@ -223,7 +270,7 @@ def as_json(row: Row, limits: Ceilings) -> dict[str, Any]:
     about: dict[str, Any] = {"part": row.part, "name": row.case.name}
     if (found := row.found) is None:
         return about | {"failure": row.failure}
-    tflops, terabytes = found.tflops, found.terabytes
+    tflops, terabytes, rested = found.tflops, found.terabytes, found.rested()
     return about | {
         "ms": found.ms,
         "tflops": tflops,
@@ -235,7 +282,15 @@ def as_json(row: Row, limits: Ceilings) -> dict[str, Any]:
             name: asdict(baseline) | {"times": found.times(name)}
             for name, baseline in found.baselines.items()
         },
-        "goals": [{"goal": str(goal), "met": goal.met(found, limits)} for goal in row.case.goals],
+        "rested_ms": found.rested_ms,
+        "goals": [
+            {
+                "goal": str(goal),
+                "met": goal.met(found, limits),
+                "met_rested": rested and goal.met(rested, limits),
+            }
+            for goal in row.case.goals
+        ],
     }
 
 
@@ -250,8 +305,8 @@ def where(limits: Ceilings) -> dict[str, Any]:
 
 
 COLUMNS = (
-    "kernel", "ms", "TFLOP/s (of product)", "TB/s (of copy)", "FlashMLA ms (times)", "torch ms (times)", "error",
-    "FlashMLA's", "torch's", "goal",
+    "kernel", "ms", "TFLOP/s (of product)", "TB/s (of copy)", "FlashMLA ms (times)", "torch ms (times)",
+    "rested ms (FlashMLA's, times)", "error", "FlashMLA's", "torch's", "goal",
 )  # fmt: skip
 
 
@@ -264,16 +319,31 @@ def table(rows: list[Row], limits: Ceilings) -> str:
 
 
 def _cells(case: Case, found: Measurement, limits: Ceilings) -> list[str]:
-    rate, bandwidth = found.tflops, found.terabytes
+    rate, bandwidth, rested = found.tflops, found.terabytes, found.rested()
     beside = [found.baselines.get(name) for name in ("FlashMLA", "torch")]
-    verdicts = {True: "met", False: "missed", None: "not measured"}
     return [
         case.name,
         f"{found.ms:.3f}",
         "" if rate is None else f"{rate:.0f} ({rate / limits.product_tflops:.0%})",
         "" if bandwidth is None else f"{bandwidth:.2f} ({bandwidth / limits.copy_terabytes:.0%})",
         *("" if other is None else f"{other.ms:.3f} ({other.ms / found.ms:.2f})" for other in beside),
+        "" if rested is None else _rested_cell(rested),
         ", ".join(f"{what} {error:.1e}" for what, error in found.errors.items()),
         *("" if other is None or other.error is None else f"{other.error:.1e}" for other in beside),
-        "; ".join(f"{goal}: {verdicts[goal.met(found, limits)]}" for goal in case.goals),
+        "; ".join(_verdict(goal, found, rested, limits) for goal in case.goals),
     ]
+
+
+def _rested_cell(rested: Measurement) -> str:
+    other = rested.baselines.get("FlashMLA")
+    beside = "" if other is None else f" ({other.ms:.3f}, {other.ms / rested.ms:.2f})"
+    return f"{rested.ms:.3f}{beside}"
+
+
+def _verdict(goal: Goal, found: Measurement, rested: Measurement | None, limits: Ceilings) -> str:
+    """Whether a goal is met under load and, where they differ, on a rested card."""
+    verdicts = {True: "met", False: "missed", None: "not measured"}
+    met = goal.met(found, limits)
+    met_rested = met if rested is None else goal.met(rested, limits)
+    other = "" if met_rested in (met, None) else f" (rested: {verdicts[met_rested]})"
+    return f"{goal}: {verdicts[met]}{other}"
