@@ -159,9 +159,87 @@ def test_a_sequence_no_longer_than_topk_is_dense() -> None:
 # Inputs
 
 
+@pytest.mark.parametrize("kind", [StandardMLA, AbsorbedMLA])
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    ("shape", "bounds"),
+    [((0, 2), None), ((5, 0), None), ((0,), [0]), ((0,), [0, 0, 0]), ((0, 1), torch.tensor([0, 0]))],
+    ids=str,
+)
+def test_no_tokens(
+    kind: type[MultiLatentAttention], name: str, shape: tuple[int, ...], bounds: list[int] | None
+) -> None:
+    """As from a rank that got no data: an output of no rows, and a gradient of 0 for every parameter."""
+    block, inputs = make(kind, SPECS[name]), {} if bounds is None else {"cu_seqlens": bounds}
+    output, found = gradients(block, torch.empty(*shape, 64, dtype=torch.float64), **inputs)
+    assert output.shape == (*shape, 64) and found["x"].shape == output.shape
+    trained = {key for key, p in block.named_parameters() if p.requires_grad}
+    assert found.keys() == {"x", *trained} and not any(gradient.any() for gradient in found.values())
+    if shape != (5, 0):
+        with torch.no_grad():
+            cache = LatentCache(SPECS[name], 2, 8, dtype=torch.float64)
+            block(draw(3, 2, 64), cache=cache)
+            inputs = {"cu_seqlens": [0, 0, 0]} if inputs else {}
+            assert not block(torch.empty(*shape, 64, dtype=torch.float64), cache=cache, **inputs)[0].numel()
+        assert cache.lengths == [3, 3]
+
+
+def test_no_queries_take_no_lists() -> None:
+    nothing = torch.empty(0, 2, TOPK, dtype=torch.int32)
+    assert make(AbsorbedMLA, SPARSE)(draw(0, 2, 64), indices=nothing)[0].shape == (0, 2, 64)
+
+
+class Kinds(Backend):
+    """The reference, where kernels would refuse tensors of different dtypes."""
+
+    def indexer_select(self, q: Tensor, k: Tensor, *rest: Any, **options: Any) -> Tensor:
+        assert q.dtype == k.dtype == torch.bfloat16
+        return super().indexer_select(q, k, *rest, **options)
+
+    def sparse_mla(self, q: Tensor, kv: Tensor, *rest: Any, **options: Any) -> Any:
+        assert q.dtype == kv.dtype == torch.bfloat16
+        return super().sparse_mla(q, kv, *rest, **options)
+
+    def decode_mla(self, q: Tensor, kv: Tensor, **options: Any) -> Any:
+        assert q.dtype == kv.dtype == torch.bfloat16
+        return super().decode_mla(q, kv, **options)
+
+
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float32])
+def test_autocast(cached: torch.dtype) -> None:
+    """What reaches the kernels is of one dtype, that of autocast."""
+    block = make(AbsorbedMLA, SPARSE, backend=Kinds("reference", "a test said so", "cpu")).float()
+    x = draw(30, 2, SPARSE.hidden, seed=7).float().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, _ = block(x)
+        with torch.no_grad():
+            cache = LatentCache(SPARSE, 2, 30, dtype=cached)
+            steps = torch.cat([block(part, cache=cache)[0] for part in x.split((24, 1, 5))])
+    output.square().mean().backward()
+    assert {p.grad.dtype for p in (x, *block.parameters()) if p.grad is not None} == {torch.float32}
+    want = make(AbsorbedMLA, SPARSE).float()(x)[0]
+    for got in (output, steps):
+        assert torch.nn.functional.cosine_similarity(got.flatten(), want.flatten(), dim=0) > 0.99
+
+
+def test_inputs_of_another_dtype_or_device() -> None:
+    block, x = make(AbsorbedMLA, SPARSE), draw(30, 2, SPARSE.hidden)
+    for wrong, message in (
+        (x.float(), "x is float32 and the block's weights are float64"),
+        (x.long(), "x is int64 and the block's weights are float64"),
+        (x.to("meta"), "x is on meta and the block on cpu"),
+    ):
+        with pytest.raises(BadInputError, match=message) as refused:
+            block(wrong)
+        assert refused.value.hint
+
+
 def test_inputs_that_do_not_fit() -> None:
     block, x = make(AbsorbedMLA, SPARSE), draw(30, 2, SPARSE.hidden)
     for wrong, inputs, message in (
+        (x[:, 0], {"cu_seqlens": torch.tensor([0.0, 30.0])}, "one row of whole numbers"),
+        (x[:, 0], {"cu_seqlens": torch.tensor([[0, 30]])}, "one row of whole numbers"),
+        (x, {"indices": torch.zeros(30, 2, 4)}, "indices are float32; they must be int32 or int64"),
         (x[0], {}, r"must be \[s, b, D\] with D = 64"),
         (x[..., 1:], {}, "must be"),
         (x, {"cu_seqlens": [0, 30]}, "have a batch of 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -71,5 +72,15 @@ def test_a_cache_refuses_what_it_cannot_hold() -> None:
         assert cache.lengths == [5, 5]
         with pytest.raises(BadInputError, match="3 sequences for a cache of 2"):
             block(draw(1, 3, SPEC.hidden), cache=cache)
+        for other, message in (
+            (LatentCache(replace(SPEC, rank=16), 2, 8, dtype=torch.float64), "holds 24 dims .* needs 40"),
+            (LatentCache(SPEC, 2, 8, dtype=torch.float64, device="meta"), "on meta and x on cpu"),
+        ):
+            with pytest.raises(BadInputError, match=message):
+                block(x, cache=other)
+        no_keys = LatentCache(SPEC, 2, 8, dtype=torch.float64)  # later steps could not select
+        with pytest.raises(BadInputError, match="0 of an indexer; the block needs 40 and 16") as refused:
+            make(AbsorbedMLA, SPARSE)(x, cache=no_keys)
+        assert "block.spec" in (refused.value.hint or "")
     with pytest.raises(BadInputError, match="holds nothing"):
         LatentCache(SPEC, 0, 8, dtype=torch.float64)

@@ -92,6 +92,10 @@ def test_what_cannot_be_loaded_is_refused() -> None:
         block.load_state_dict(coded)
     with pytest.raises(BadInputError, match=r"o_proj\.weight_scale_inv is quantised"):
         block.load_state_dict(state | {"o_proj.weight_scale_inv": torch.ones(1, 1)})
+    with pytest.raises(BadInputError, match=r"kv_b_proj.weight has shape \[\]; it must be a matrix"):
+        block.load_state_dict(state | {"kv_b_proj.weight": torch.ones(())})
+    with pytest.raises(ValueError, match="no layout 'both'; there are split and combined"):
+        block.export_state_dict("both")  # type: ignore[arg-type]
     with pytest.raises(BadInputError, match="kv_b has shape"):
         block.load_state_dict(state | {"kv_b_proj.weight": state["kv_b_proj.weight"][1:]})
     with pytest.raises(RuntimeError, match=r"(?s)Missing key.*o_proj\.bias.*Unexpected key.*wrong\.weight"):

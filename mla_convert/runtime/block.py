@@ -193,7 +193,10 @@ class MultiLatentAttention(nn.Module):
             indices_SK = self._select(x_SD, q_latent_SQ, weights, tokens, own, cache)
         source = self._enter(x_SD if q_latent_SQ is None else q_latent_SQ)
         q_nope_SHN, q_rope_SHP = reference.queries_by_head(source, weights, spec, positions_S)
-        o_SHV = self._attend(q_nope_SHN, q_rope_SHP, kv_TE, indices_SK, tokens)
+        if tokens.segments:
+            o_SHV = self._attend(q_nope_SHN, q_rope_SHP, kv_TE, indices_SK, tokens)
+        else:
+            o_SHV = self._attend_to_nothing(q_nope_SHN, q_rope_SHP, kv_TE)
         partial_SD = reference.output_projection(o_SHV, replace(weights, o_bias=None))
         output_SD = self._leave(partial_SD)
         if weights.o_bias is not None:
@@ -216,6 +219,12 @@ class MultiLatentAttention(nn.Module):
     ) -> Tensor:
         """o [S, H, V] of this rank's heads."""
 
+    def _attend_to_nothing(self, q_nope_SHN: Tensor, *others: Tensor) -> Tensor:
+        """o [0, H, V] of a call without tokens: every input and weight has a part in it, so all get gradients."""
+        parts = (q_nope_SHN, *others, *map(self.needed, self._up_parts()))
+        whole = torch.stack([part.sum().to(q_nope_SHN.dtype) for part in parts]).sum()
+        return whole.expand(0, self.spec.heads, self.spec.v)
+
     def backend(self, device: torch.device | str) -> Backend:
         """What runs the attention on a device, and what it has run so far."""
         if isinstance(self._asked, Backend):
@@ -233,6 +242,7 @@ class MultiLatentAttention(nn.Module):
             raise BadInputError(f"x is {list(x.shape)}; it must be {shapes} with D = {self.spec.hidden}.")
         if packed and x.ndim == 3 and x.shape[1] != 1:
             raise BadInputError(f"x is {list(x.shape)}: packed sequences have a batch of 1.")
+        self._check_kind(x)
         lengths = self._counts(x, cu_seqlens, cache)
         if cache is not None:
             if self.parallel.cp_size > 1:
@@ -243,6 +253,7 @@ class MultiLatentAttention(nn.Module):
                 x.requires_grad or any(p.requires_grad for p in self.parameters())
             ):
                 raise CannotError("A cache keeps no gradients.", hint="Call the block under torch.no_grad().")
+            cache.check_block(self.spec, x.device)
             cache.check(lengths)
             tokens = place_in_cache(cache.lengths, lengths, packed, cache.capacity, x.device)
         else:
@@ -265,10 +276,28 @@ class MultiLatentAttention(nn.Module):
             parts = self.parallel.tp_size if self.parallel.cuts_tokens else 1
             return (x.shape[0] * parts * self.parallel.cp_size,) * x.shape[1]
         bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+        if not all(isinstance(bound, int) for bound in bounds):
+            raise BadInputError(f"cu_seqlens is {bounds}; it must be one row of whole numbers.")
         lengths = tuple(end - start for start, end in pairwise(bounds))
         if not bounds or bounds[0] != 0 or any(length < 0 for length in lengths):
             raise BadInputError(f"cu_seqlens is {bounds}; it must begin with 0 and never fall.")
         return lengths
+
+    def _check_kind(self, x: Tensor) -> None:
+        """Raise BadInputError if ``x`` has another dtype or device than the weights."""
+        weight = self.get_parameter(f"{HUGGINGFACE.module(Part.KV_A)}.weight")
+        if x.device != weight.device:
+            raise BadInputError(
+                f"x is on {x.device} and the block on {weight.device}.", hint="Move one with .to(device)."
+            )
+        if x.dtype != weight.dtype and not (
+            x.is_floating_point() and torch.is_autocast_enabled(x.device.type)
+        ):
+            names = [str(tensor.dtype).removeprefix("torch.") for tensor in (x, weight)]
+            raise BadInputError(
+                f"x is {names[0]} and the block's weights are {names[1]}.",
+                hint="Convert one with .to(dtype), or run under torch.autocast.",
+            )
 
     def _enter(self, x: Tensor) -> Tensor:
         """From what each tensor-parallel rank has of the tokens to what its heads need: all of them."""
@@ -328,6 +357,7 @@ class MultiLatentAttention(nn.Module):
         q_SIJ, k_TJ, w_SI = self._index(x_SD, q_latent_SQ, weights, tokens, own, cache)
         if tokens.longest <= indexer.topk:
             return None
+        k_TJ = k_TJ.to(q_SIJ.dtype)  # a cache may hold another, and autocast converts
         chosen_SK = torch.full((q_SIJ.shape[0], indexer.topk), -1, dtype=torch.int32, device=x_SD.device)
         for queries, keys in self._spans(tokens, own, x_SD.device):
             first = keys.start or 0
@@ -426,4 +456,8 @@ def _listed(indices: Tensor, tokens: Tokens) -> Tensor:
         raise BadInputError(
             f"indices are {list(indices.shape)}; they need a list for each of {rows} queries."
         )
-    return indices.reshape(rows, -1)
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise BadInputError(
+            f"indices are {str(indices.dtype).removeprefix('torch.')}; they must be int32 or int64."
+        )
+    return indices.reshape(rows, indices.shape[-1])

@@ -57,6 +57,23 @@ class LatentCache:
                     hint="Make the cache larger.",
                 )
 
+    def check_block(self, spec: AttentionSpec, device: torch.device) -> None:
+        """Whether it is a cache for such a block, whose hidden states are on ``device``.
+
+        Raises:
+            BadInputError: its rows have another width, it has no place for the indexer's keys, or another device.
+        """
+        held = (self.kv_TE.shape[1], 0 if self.index_TJ is None else self.index_TJ.shape[1])
+        needs = (spec.kv_dim, held[1] if spec.indexer is None else spec.indexer.dim)
+        if held != needs:
+            raise BadInputError(
+                f"The cache holds {held[0]} dims a token and {held[1]} of an indexer; the block needs {needs[0]} "
+                f"and {needs[1]}.",
+                hint="Make it of the block's own spec: LatentCache(block.spec, ...).",
+            )
+        if self.kv_TE.device != device:
+            raise BadInputError(f"The cache is on {self.kv_TE.device} and x on {device}.")
+
     def grow(self, counts: Sequence[int]) -> None:
         """Count tokens that have been written."""
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]

@@ -29,7 +29,9 @@ def index_queries_keys(
     spec: AttentionSpec,
     positions_S: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The indexer's queries [S, I, J], keys [S, J] (both in x's dtype) and head weights [S, I] (>= float32).
+    """The indexer's queries [S, I, J], keys [S, J] and head weights [S, I] (>= float32).
+
+    Queries and keys have x's dtype or, under ``torch.autocast``, that of its products.
 
     The head weights carry the factors I^-0.5 and J^-0.5, so that ``indexer_logits`` needs no scale.
 
@@ -52,7 +54,7 @@ def index_queries_keys(
         cos_SF, sin_SF = rope_tables(spec.rope_spec, positions_S)
         q_SIJ = _rotate_part(q_SIJ, cos_SF, sin_SF, indexer)
         k_SJ = _rotate_part(k_SJ, cos_SF, sin_SF, indexer)
-    return q_SIJ, k_SJ.to(x_SD.dtype), w_SI
+    return q_SIJ, k_SJ.to(q_SIJ.dtype), w_SI
 
 
 def _rotate_part(x: Tensor, cos_SF: Tensor, sin_SF: Tensor, indexer: IndexerSpec) -> Tensor:

@@ -6,7 +6,7 @@ Rows are moved and never computed, so every bit stays.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -69,6 +69,8 @@ def prepared(
 
 def as_layout(state: State, layout: Layout, spec: AttentionSpec) -> State:
     """The same weights with the up-projection split or combined; ``spec`` has the heads that they have."""
+    if layout not in get_args(Layout):
+        raise ValueError(f"no layout {layout!r}; there are {' and '.join(get_args(Layout))}")
     state = dict(state)
     combined = state.get(_KV_B)
     halves = (state[_K_B], state[_V_B]) if _K_B in state and _V_B in state else None
@@ -102,6 +104,8 @@ def _fitting(state: Mapping[str, Tensor], spec: AttentionSpec, rank: int, world:
     local = spec.shard(rank, world)
     for name in (_KV_B, _K_B, _V_B):
         if name in state:
+            if state[name].ndim != 2:
+                raise BadInputError(f"{name} has shape {list(state[name].shape)}; it must be a matrix.")
             return local if state[name].shape[0] == _rows(name, local) else spec
     return spec
 

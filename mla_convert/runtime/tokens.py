@@ -117,6 +117,8 @@ def place_tokens(
         lengths: Tokens of each sequence; all equal unless ``packed``.
         packed: Rows are sequence behind sequence; else [s, b].
     """
+    if not any(lengths):
+        return _no_tokens(device)
     held = [_held(lengths, packed, number, world) for number in range(world)]
     starts = _starts(lengths)
     order_T = torch.argsort(torch.cat(held))
@@ -129,6 +131,8 @@ def place_in_cache(
     past: Sequence[int], counts: Sequence[int], packed: bool, capacity: int, device: torch.device
 ) -> Tokens:
     """New tokens behind those of a cache, which has ``capacity`` rows a sequence and holds ``past`` of them."""
+    if not any(counts):
+        return _no_tokens(device)
     starts = [number * capacity for number in range(len(past))]
     firsts = [start + length for start, length in zip(starts, past, strict=True)]
     rows = [torch.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)]
@@ -140,6 +144,11 @@ def place_in_cache(
     lengths = [length + counts[0] for length in past]
     lengths_B = torch.tensor(lengths, dtype=torch.int32, device=device)
     return replace(tokens, decoding=Decoding(lengths_B, counts[0], packed))
+
+
+def _no_tokens(device: torch.device) -> Tokens:
+    nothing = torch.empty(0, dtype=torch.int64, device=device)
+    return Tokens(nothing, nothing, (), None, None, longest=0)
 
 
 def _held(lengths: tuple[int, ...], packed: bool, rank: int, world: int) -> Tensor:
