@@ -192,7 +192,8 @@ def test_sparse_backward_rows_and_sums() -> None:
         unite_kernel,
     )
 
-    instructions(prepare_kernel(512, torch.bfloat16), "sparse_mla_backward_prepare_kernel")
+    for rank in (512, 192):  # 192 is no power of two
+        instructions(prepare_kernel(rank, torch.bfloat16), "sparse_mla_backward_prepare_kernel")
     instructions(sum_kernel(576, "bfloat16"), "sparse_mla_backward_sum_slots_kernel", "float4")
     instructions(parts_kernel(576, torch.bfloat16), "sparse_mla_backward_sum_parts_kernel", "float4")
     instructions(unite_kernel(), "sparse_mla_backward_unite_kernel", "mla_union(")
