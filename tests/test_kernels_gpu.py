@@ -47,7 +47,8 @@ def sparse_reference(
         p = (scores - lse.masked_fill(lse.isneginf(), 0)[..., None]).exp()
         out = torch.einsum("shk,skv->shv", p, keys[..., :d_v])
         if sink is not None:
-            out = out * torch.sigmoid(lse - sink.double())[..., None]
+            share = torch.sigmoid(lse - sink.double()).masked_fill(lse.isneginf(), 0)  # -inf less -inf is NaN
+            out = out * share[..., None]
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
@@ -55,6 +56,7 @@ def sparse_reference(
 
 def check_close(out: Tensor, want: Tensor) -> None:
     assert not out.isnan().any(), f"{int(out.isnan().sum())} NaN"
+    assert want.isfinite().all(), "what is compared with has to be a number"
     out = out.double()
     diff = (out - want).abs()
     bad = (diff > 8e-4) & (diff > want.abs() * 3.01 / 128)

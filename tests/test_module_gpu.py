@@ -176,3 +176,44 @@ def selected(indices: Tensor) -> Tensor:
     """bool ``[s, b, 1024]`` of keys ``[s, b, topk]``, -1 for none."""
     chosen = torch.zeros(*indices.shape[:2], 1025, dtype=torch.bool, device=indices.device)
     return chosen.scatter_(2, indices.long() % 1025, True)[..., :1024]
+
+
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", SPECS)
+def test_autocast_from_float32(name: str, cached: torch.dtype) -> None:
+    """Weights and inputs in float32: the kernels get BF16, and gradients come back in float32."""
+    spec = SPECS[name]
+    x = inputs("sbhd")[0].float().requires_grad_()
+    absorbed = block(AbsorbedMLA, spec, torch.float32, backend="tilelang")
+    absorbed.form = "absorbed"
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        output, indices = absorbed(x)
+        with torch.no_grad():
+            cache = LatentCache(spec, 2, 1024, dtype=cached, device="cuda")
+            steps = torch.cat([absorbed(part, cache=cache)[0] for part in x.split((1000, 1, 4, 19))])
+    assert all(entry.endswith(": tilelang") for entry in absorbed.backend(x.device).ran)
+    output.float().square().mean().backward()
+    assert {p.grad.dtype for p in (x, *absorbed.parameters()) if p.grad is not None} == {torch.float32}
+    with torch.no_grad():
+        want = block(AbsorbedMLA, spec, torch.float64)(x.double(), indices=indices)[0]
+    assert cosine(output, want) > 0.9999
+    assert cosine(steps[:1000], want[:1000]) > (0.9999 if name == "dense" else 0.999)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_no_tokens_and_inference_mode(name: str) -> None:
+    spec = SPECS[name]
+    absorbed = block(AbsorbedMLA, spec, torch.float16, backend="tilelang")
+    nothing = torch.empty(0, 2, spec.hidden, device="cuda", dtype=torch.float16, requires_grad=True)
+    output = absorbed(nothing)[0]
+    output.sum().backward()
+    assert output.shape == (0, 2, spec.hidden)
+    assert all(p.grad is not None and not p.grad.any() for p in absorbed.parameters() if p.requires_grad)
+    x = inputs("sbhd")[0].half()
+    with torch.no_grad():
+        want = absorbed(x)[0]
+    with torch.inference_mode():
+        assert torch.equal(absorbed(x)[0], want)
+        cache = LatentCache(spec, 2, 1024, dtype=torch.float16, device="cuda")
+        steps = torch.cat([absorbed(part, cache=cache)[0] for part in x.split((1000, 24))])
+    assert cosine(steps, want) > 0.999
