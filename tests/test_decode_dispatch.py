@@ -79,7 +79,7 @@ def test_what_kernels_cannot_take_goes_to_the_reference(kernels_available: list[
     assert kernels_available == [] and query.grad is not None
     assert backend.ran == {
         "decode_mla: reference, dtype float32 is neither bfloat16 nor float16": 1,
-        "dense_mla: reference, gradients are needed and the kernels have no backward pass": 1,
+        "dense_mla: reference, gradients are needed and this kernel has no backward pass": 1,
     }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mla_convert.runtime.checks import check_sparse_backward
 from mla_convert.runtime.numerics import chunks, compute_dtype
 
 
@@ -46,9 +47,15 @@ def sparse_mla_backward(
     Returns:
         dq and dkv in shape and dtype of q and kv (sums in at least float32), and d_sink or None. A token listed
         twice gets two gradients; entries that are not valid, and queries without valid ones, get none.
+
+    Raises:
+        ValueError: tensors that do not belong together.
     """
     flat_kv_TE = kv_TE.squeeze(1) if kv_TE.ndim == 3 else kv_TE
     indices_SK = indices_SK.squeeze(1) if indices_SK.ndim == 3 else indices_SK
+    check_sparse_backward(
+        q_SHE, flat_kv_TE, indices_SK, out_SHR, lse_SH, d_out_SHR, topk_length, attn_sink, d_v, d_lse
+    )
     (queries, heads, width), (tokens, entries) = q_SHE.shape, (flat_kv_TE.shape[0], indices_SK.shape[1])
     dtype = compute_dtype(q_SHE.dtype)
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic

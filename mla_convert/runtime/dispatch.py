@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from mla_convert.errors import CannotError
+from mla_convert.runtime.checks import require
 
 if TYPE_CHECKING:
     import torch
@@ -61,10 +62,14 @@ class Backend:
         A batch of sequences, each with a cache of its own, has one dim more in front of every tensor but
         ``attn_sink``: q [B, S, H, E], kv [B, T, E], indices [B, S, K] into the sequence's own cache.
         """
+        require(q_SHE.ndim in (3, 4), f"q {list(q_SHE.shape)}: expected [S, H, E] or [B, S, H, E]")
         if q_SHE.ndim == 4:
             batch, queries = q_SHE.shape[:2]
             flat_q_SHE, flat_kv_TE, flat_indices_SK = _one_sequence(q_SHE, kv_TE, indices_SK)
-            limits = None if topk_length is None else topk_length.reshape(batch * queries)
+            if topk_length is not None:
+                shape = list(topk_length.shape)
+                require(shape == [batch, queries], f"topk_length {shape} for {batch} x {queries} queries")
+            limits = None if topk_length is None else topk_length.flatten()
             out_SHV, lse_SH = self.sparse_mla(
                 flat_q_SHE,
                 flat_kv_TE,
@@ -192,6 +197,7 @@ class Backend:
         k_scale: Tensor | None = None,
     ) -> Tensor:
         """``reference.indexer_logits`` or ``kernels.indexer_logits.indexer_logits``."""
+        require(q_SIJ.ndim == 3, f"q {list(q_SIJ.shape)}: expected [S, I, J]")
         options = {"starts": starts, "ends": ends, "q_scale": q_scale, "k_scale": k_scale}
         if self.name == "tilelang":
             from mla_convert.runtime.kernels import indexer_logits as kernels
@@ -209,6 +215,7 @@ class Backend:
         self, logits_ST: Tensor, k: int, *, starts: Tensor | None = None, ends: Tensor | None = None
     ) -> Tensor:
         """``reference.select_topk`` or ``kernels.topk.select_topk``."""
+        require(logits_ST.ndim == 2, f"logits {list(logits_ST.shape)}: expected [S, T]")
         if self.name == "tilelang":
             from mla_convert.runtime.kernels import topk as kernels
 
@@ -236,6 +243,7 @@ class Backend:
 
         Which keys are selected has no gradient, so the kernels also serve calls inside a backward graph.
         """
+        require(q_SIJ.ndim == 3, f"q {list(q_SIJ.shape)}: expected [S, I, J]")
         options = {"starts": starts, "ends": ends, "q_scale": q_scale, "k_scale": k_scale}
         if self.name == "tilelang":
             from mla_convert.runtime.kernels import indexer_select as kernels
@@ -261,6 +269,10 @@ class Backend:
         """``indexer_loss.indexer_loss``, whose options these are, computed by its kernels where they take the call."""
         from mla_convert.runtime.indexer_loss import indexer_loss
 
+        require(
+            q_SIJ.ndim == q_SHE.ndim == 3,
+            f"the indexer's q {list(q_SIJ.shape)}, the attention's {list(q_SHE.shape)}: expected [S, I, J], [S, H, E]",
+        )
         runs = False
         if self.name == "tilelang":
             from mla_convert.runtime.kernels import indexer_loss as kernels
@@ -351,11 +363,11 @@ def resolve_backend(requested: Requested, device: str | torch.device) -> Backend
 
 
 def _needs_grad(*tensors: Tensor | None) -> str | None:
-    """The kernels have no backward pass: a call that gradients must flow through is the reference's."""
+    """Why a kernel without a backward pass cannot take a call: gradients must flow through it."""
     import torch
 
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        return "gradients are needed and the kernels have no backward pass"
+        return "gradients are needed and this kernel has no backward pass"
     return None
 
 

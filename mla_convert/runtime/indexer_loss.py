@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mla_convert.runtime.checks import check_loss, require
 from mla_convert.runtime.numerics import chunks, compute_dtype
 
 Reduction = Literal["mean", "sum"]
@@ -68,6 +69,10 @@ def indexer_loss(
 
     Returns:
         The loss, a scalar in float32 (float64 for float64). A query that sees no key adds nothing.
+
+    Raises:
+        ValueError: tensors that do not belong together, or another ``reduction``.
+        CannotError: ``kernels`` that do not take the call.
     """
     attention = MainAttention(
         q_SHE.detach(),
@@ -80,6 +85,10 @@ def indexer_loss(
         lse_SH=None if lse is None else lse.detach(),
         sum_over_ranks=sum_over_ranks,
     )
+    check_loss(
+        q_SIJ, k_TJ, weights_SI, attention.q_SHE, attention.kv_TE, attention.indices_SK, topk_length, starts, ends, lse
+    )  # fmt: skip
+    require(reduction in get_args(Reduction), f"no reduction {reduction!r}; there are mean and sum")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     run = loss_and_gradients

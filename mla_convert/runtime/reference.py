@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from mla_convert.runtime.checks import check_dense, check_sparse
 from mla_convert.runtime.numerics import chunks, compute_dtype, recomputed, rms_norm
 from mla_convert.runtime.rope import rotate
 from mla_convert.runtime.selection import (
@@ -300,15 +301,14 @@ def dense_mla(
     sinks too. A token that no query sees affects nothing, NaN or not.
 
     Raises:
-        ValueError: both ``rows_S`` and ``ends``.
+        ValueError: tensors that do not belong together, or both ``rows_S`` and ``ends``.
     """
     kv_TE = kv_TE.squeeze(1) if kv_TE.ndim == 3 else kv_TE
+    check_dense(q_SHE, kv_TE, rows_S, starts, ends, attn_sink, d_v)
     (queries, heads, _), tokens = q_SHE.shape, kv_TE.shape[0]
     dtype = compute_dtype(q_SHE.dtype)
     if rows_S is None:
         rows_S = torch.arange(tokens - queries, tokens, device=q_SHE.device) if ends is None else ends - 1
-    elif ends is not None:
-        raise ValueError("rows_S and ends say the same thing: pass one of them")
     out_SHR = q_SHE.new_empty(queries, heads, d_v)
     lse_SH = q_SHE.new_empty(queries, heads, dtype=dtype)
     kv_TE = kv_TE.to(dtype)
@@ -364,9 +364,13 @@ def sparse_mla(
     Returns:
         out [S, H, d_v] in q's dtype, and the natural log-sum-exp [S, H] in float32 (float64 for float64). A
         query without valid entries gives 0 and -inf. A token that is not listed affects nothing, NaN or not.
+
+    Raises:
+        ValueError: tensors that do not belong together.
     """
     kv_TE = kv_TE.squeeze(1) if kv_TE.ndim == 3 else kv_TE
     indices_SK = indices_SK.squeeze(1) if indices_SK.ndim == 3 else indices_SK
+    check_sparse(q_SHE, kv_TE, indices_SK, topk_length, attn_sink, d_v)
     (queries, heads, width), tokens, entries = q_SHE.shape, kv_TE.shape[0], indices_SK.shape[1]
     dtype = compute_dtype(q_SHE.dtype)
     out_SHR = q_SHE.new_zeros(queries, heads, d_v)

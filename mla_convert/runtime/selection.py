@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from mla_convert.errors import BadInputError
+from mla_convert.runtime.checks import check_indexer, check_topk, require
 from mla_convert.runtime.numerics import chunks, compute_dtype
 from mla_convert.runtime.rope import apply_rope, rope_tables
 from mla_convert.runtime.spec import AttentionSpec, IndexerSpec
@@ -83,7 +84,11 @@ def indexer_logits(
             -inf. Causal attention of a whole sequence has ends = 1…S. None: from 0, or to T.
         q_scale: What q was divided by, [S, I], positive. None: 1.
         k_scale: What k was divided by, [T], positive. None: 1.
+
+    Raises:
+        ValueError: tensors that do not belong together.
     """
+    check_indexer(q_SIJ, k_TJ, weights_SI, starts, ends, q_scale, k_scale)
     queries, heads, _ = q_SIJ.shape
     dtype = compute_dtype(q_SIJ.dtype)
     logits_ST = torch.empty(queries, k_TJ.shape[0], dtype=dtype, device=q_SIJ.device)
@@ -141,10 +146,9 @@ def select_topk(
             0, or to T.
 
     Raises:
-        ValueError: k is below 1.
+        ValueError: tensors that do not belong together, or k is below 1.
     """
-    if k < 1:
-        raise ValueError(f"top-k of {k} keys")
+    check_topk(logits_ST, k, starts, ends)
     queries, tokens = logits_ST.shape
     width = min(k, tokens)
     keys_T = torch.arange(tokens, device=logits_ST.device)
@@ -172,7 +176,13 @@ def indexer_select(
     q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
 ) -> Tensor:
-    """``select_topk`` of ``indexer_logits`` without the logits of all queries at once: int32 [S, min(topk, T)]."""
+    """``select_topk`` of ``indexer_logits`` without the logits of all queries at once: int32 [S, min(topk, T)].
+
+    Raises:
+        ValueError: tensors that do not belong together, or topk is below 1.
+    """
+    check_indexer(q_SIJ, k_TJ, weights_SI, starts, ends, q_scale, k_scale)
+    require(topk >= 1, f"top-k of {topk} keys")
     queries, tokens = q_SIJ.shape[0], k_TJ.shape[0]
     chosen_SK = torch.empty(queries, min(topk, tokens), dtype=torch.int32, device=q_SIJ.device)
     for rows in chunks(queries, 4 * tokens):

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from mla_convert.errors import CannotError
 from mla_convert.runtime.indexer_loss import MainAttention, Results
-from mla_convert.runtime.kernels._common import DTYPES, as_int32, compiled, launchable, launcher, require
+from mla_convert.runtime.kernels._common import DTYPES, as_int32, compiled, launchable, launcher
 from mla_convert.runtime.kernels._indexer_loss import loss_and_gradients as loss_program
 from mla_convert.runtime.kernels._indexer_loss_target import target as target_program
 from mla_convert.runtime.kernels.sparse_mla import list_lengths
@@ -40,7 +40,7 @@ def loss_and_gradients(
     deterministic: bool,
     wanted: bool,
 ) -> Results:
-    """The loss of ``runtime.indexer_loss.indexer_loss``, whose arguments these hold, before its reduction.
+    """The loss of ``runtime.indexer_loss.indexer_loss``, whose arguments these hold, checked, before its reduction.
 
     Targets, logits, and sums over heads and keys are float32; gradients of scores are rounded to q's dtype between
     two products.
@@ -56,7 +56,6 @@ def loss_and_gradients(
 
     Raises:
         CannotError: A size or dtype that the kernels do not take; ``unsupported`` says which.
-        ValueError: Shapes that contradict each other.
     """
     q_SHE, kv_TE, lse_SH, indices_SK = (
         attention.q_SHE,
@@ -66,19 +65,6 @@ def loss_and_gradients(
     )
     (queries, index_heads, dim), tokens, device = q_SIJ.shape, k_TJ.shape[0], q_SIJ.device
     heads, main_width = q_SHE.shape[1:]
-    for name, tensor, shape in (
-        ("k", k_TJ, (tokens, dim)),
-        ("weights", weights_SI, (queries, index_heads)),
-        ("the attention's q", q_SHE, (queries, heads, main_width)),
-        ("the attention's kv", kv_TE, (tokens, main_width)),
-        ("indices", indices_SK, (queries, *(() if indices_SK is None else indices_SK.shape[1:]))),
-        ("topk_length", attention.topk_length, (queries,)),
-        ("starts", attention.starts, (queries,)),
-        ("ends", attention.ends, (queries,)),
-        ("lse", lse_SH, (queries, heads)),
-    ):
-        fits = tensor is None or (tuple(tensor.shape) == shape and tensor.device == device)
-        require(fits, f"{name}: expected {list(shape)} on {device}")
     if reason := unsupported(q_SIJ, q_SHE):
         raise CannotError(f"The indexer's loss cannot run by kernels: {reason}.")
     tiles, slots = -(-heads // TILE), deterministic and wanted
