@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -281,6 +282,23 @@ def test_loss_where_nothing_is_seen_or_unlisted_keys_are_nan() -> None:
     loss = indexer_loss(*poisoned, q, poisoned_kv, SCALE, indices=indices)
     torch.testing.assert_close(loss, indexer_loss(*index, q, kv, SCALE, indices=indices))
     assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, poisoned))
+
+
+def test_a_launch_has_no_more_queries_than_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short lists leave room for more in the workspace."""
+    pytest.importorskip("tilelang", reason="TileLang is not installed (it is for Linux only)")
+    from mla_convert.runtime.kernels import indexer_loss as kernels
+
+    launched: dict[str, list[int]] = {"target": [], "loss": []}
+    monkeypatch.setattr(kernels, "_entry", lambda what, *_: lambda q, *_: launched[what].append(q.shape[0]))
+    monkeypatch.setattr(kernels, "list_lengths", lambda lists, *_: lists[:, 0])
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    count = 70_000
+    index = [torch.zeros(shape, dtype=torch.bfloat16) for shape in ((count, 1, 8), (9, 8), (count, 1))]
+    main = [torch.zeros(shape, dtype=torch.bfloat16) for shape in ((count, 1, 16), (9, 16))]
+    indexer_loss(*index, *main, 0.1, indices=torch.zeros(count, 3, dtype=torch.int32), kernels=True)
+    assert launched["target"] == launched["loss"] and sum(launched["loss"]) == count
+    assert max(launched["target"]) <= 65535
 
 
 def test_entries_in_the_order_of_their_tokens() -> None:

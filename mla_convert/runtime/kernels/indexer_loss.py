@@ -29,6 +29,8 @@ MAX_WIDTH = 576
 TILE = 64  # heads of the main attention that a thread block takes
 WORKSPACE_BYTES = 1 << 30
 """Targets, logits and, over all keys, lists held at a time; the deterministic mode holds as much of dk again."""
+MOST_QUERIES = 65535
+"""At a time: CUDA's limit on the second dim of a grid."""
 
 
 def loss_and_gradients(
@@ -86,7 +88,8 @@ def loss_and_gradients(
     else:
         lists = _given(indices_SK, attention.topk_length)
         entries = indices_SK.shape[1]
-    step = max(1, WORKSPACE_BYTES // max(1, 4 * entries * max(tiles + 3, width if slots else 0)))
+    step = WORKSPACE_BYTES // max(1, 4 * entries * max(tiles + 3, width if slots else 0))
+    step = min(max(1, step), MOST_QUERIES)
     targets = _entry("target", heads, padded, q_SHE.dtype)
     losses = _entry("loss", index_heads, width, q_SIJ.dtype, slots)
     with torch.cuda.device(device):
