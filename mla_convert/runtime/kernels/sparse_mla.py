@@ -33,7 +33,6 @@ from mla_convert.runtime.kernels._sparse_mla_few import few_heads
 from mla_convert.runtime.kernels._sparse_mla_many import many_heads
 from mla_convert.runtime.kernels._sparse_mla_pairs import HEADS, PAIRS, pair_heads
 
-MAX_HEADS = 128
 MAX_RANK = 512
 MAX_WIDTH = 576
 PAIRED = HEADS  # up to so many heads, and given queries enough, pairs of warps have queries of their own
@@ -56,7 +55,7 @@ def sparse_mla(
     how many queries one call has, which decides whether lists are split. It carries no gradient.
 
     Args:
-        q_SHE: [S, H, E] bfloat16 or float16, 1 to 128 heads. Heads are never padded in memory.
+        q_SHE: [S, H, E] bfloat16 or float16, any number of heads, which are never padded in memory.
         kv_TE: [T, E] or [T, 1, E] in the dtype of q; the first ``d_v`` dims are the values as well.
         indices_SK: [S, K] or [S, 1, K], int32 or int64 (converted once), any K. Entry j of a query counts if
             0 <= index < T and j < topk_length; a token listed twice counts twice.
@@ -230,8 +229,6 @@ def unsupported(q_SHE: Tensor, d_v: int, scale: float) -> str | None:
     heads, width = q_SHE.shape[1:]
     if q_SHE.dtype not in DTYPES:
         return f"dtype {str(q_SHE.dtype).removeprefix('torch.')} is neither bfloat16 nor float16"
-    if heads > MAX_HEADS:
-        return f"{heads} heads, more than {MAX_HEADS}"
     rank, rope = native(heads, d_v, width - d_v)
     if rank > MAX_RANK or rank + rope > MAX_WIDTH:
         return f"{d_v} + {width - d_v} dims a token, more than {MAX_RANK} for values or {MAX_WIDTH} in all"
