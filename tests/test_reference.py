@@ -298,3 +298,12 @@ def test_weights_move_together() -> None:
     moved = weights.to(dtype=torch.float32)
     assert moved.q is None and moved.o_bias.dtype == moved.kv_a.dtype == torch.float32
     assert output_projection(draw(3, 4, 20, dtype=torch.float32), moved).dtype == torch.float32
+
+
+def test_no_queries_and_no_tokens() -> None:
+    weights, w_kv_b = make_weights(SPEC)
+    nothing = draw(0, SPEC.hidden)
+    positions = torch.arange(0)
+    assert standard_mla(nothing, weights, w_kv_b, SPEC, positions).shape == (0, SPEC.hidden)
+    halves = split_kv_rows(w_kv_b, SPEC)
+    assert absorbed_mla(nothing, weights, *halves, SPEC, positions).shape == (0, SPEC.hidden)

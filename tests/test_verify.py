@@ -389,3 +389,14 @@ def test_the_demo_model_is_the_same_everywhere(demo: tuple[Path, Path]) -> None:
 
     digest = sha256(b"".join(path.read_bytes() for path in sorted(demo[0].iterdir())))
     assert digest.hexdigest()[:16] == "05a4ee254a117e0b"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "cp", "expected"),
+    [(100, 1, 100), (4096, 1, 256), (4096, 3, 252), (4200, 150, 300), (600, 300, 600)],
+)
+def test_tokens_of_the_dense_check_divide_over_the_ranks(tokens: int, cp: int, expected: int) -> None:
+    """More than 128 context-parallel ranks once left none."""
+    from mla_convert.verification.numbers import few_tokens
+
+    assert few_tokens(tokens, cp) == expected

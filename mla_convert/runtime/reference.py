@@ -181,7 +181,8 @@ def standard_attention(
     k_rope_TP = p.k_rope_SP.to(dtype)
     output_SHV = p.q_nope_SHN.new_empty(rows_S.shape[0], spec.heads, spec.v)
     for heads in chunks(spec.heads, tokens * stride * 2):
-        expanded = F.linear(p.latent_SR, w_HXR[heads].flatten(0, 1)).reshape(tokens, -1, stride).to(dtype)
+        expanded = F.linear(p.latent_SR, w_HXR[heads].flatten(0, 1))
+        expanded = expanded.reshape(tokens, heads.stop - heads.start, stride).to(dtype)
         k_nope_THN, value_THV = expanded[..., : spec.nope], expanded[..., spec.nope :]
         for queries in chunks(rows_S.shape[0], tokens * (heads.stop - heads.start) * 3):
             seen_ST = _visible(rows_S[queries], tokens, None if indices is None else indices[queries])

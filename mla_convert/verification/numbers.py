@@ -277,7 +277,7 @@ def _compare_selection(
 
 def check_sparse_equals_dense(converted: LoadedBlock, settings: NumbersSettings) -> Check:
     """With every key selected, sparse attention must be dense attention."""
-    tokens = min(settings.tokens, 256 - 256 % (2 * settings.grid.cp))
+    tokens = few_tokens(settings.tokens, settings.grid.cp)
     small = replace(settings, tokens=tokens, rows=tokens, backward=False)
     dense = make_case(converted, small.draw, small.devices[0])
     lists_SK = dense.positions_S.to(torch.int32).expand(tokens, tokens).contiguous()
@@ -293,6 +293,12 @@ def check_sparse_equals_dense(converted: LoadedBlock, settings: NumbersSettings)
         f"{tokens} tokens, error {sparse.relative:.1e} (standard {standard.relative:.1e}), "
         f"cosine {sparse.cosine:.7f}",
     )
+
+
+def few_tokens(tokens: int, cp: int) -> int:
+    """As many of ``tokens`` as ``cp`` ranks can cut into two pieces each: 256, or fewer, or two a rank."""
+    pieces = 2 * cp
+    return min(tokens, max(256 - 256 % pieces, pieces))
 
 
 # Negative controls
