@@ -397,6 +397,4 @@ def test_the_demo_model_is_the_same_everywhere(demo: tuple[Path, Path]) -> None:
 )
 def test_tokens_of_the_dense_check_divide_over_the_ranks(tokens: int, cp: int, expected: int) -> None:
     """More than 128 context-parallel ranks once left none."""
-    from mla_convert.verification.numbers import few_tokens
-
-    assert few_tokens(tokens, cp) == expected
+    assert numbers.few_tokens(tokens, cp) == expected
