@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import time
+import warnings
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mla_convert.api import inspect
-from mla_convert.errors import CannotError
+from mla_convert.errors import CannotError, LocalIOError
 from mla_convert.geometry import find_blocks
 from mla_convert.progress import Progress, SilentProgress
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from mla_convert.runtime.kernels.variants import Variant
 
@@ -84,6 +87,7 @@ def warmup(
     Raises:
         CannotError: The heads do not divide by ``tp``, there are no kernels for a block's sizes, TileLang or
             nvcc is not there, or a kernel does not compile.
+        LocalIOError: A kernel is not in the cache, and the cache cannot be written.
         MlaConvertError: As ``inspect`` does.
     """
     started = time.monotonic()
@@ -101,41 +105,74 @@ def build(wanted: Sequence[Variant], workers: int | None, progress: Progress) ->
 
     Raises:
         CannotError: One does not compile.
+        LocalIOError: One cannot be kept.
     """
     workers = workers or min(len(os.sched_getaffinity(0)), MOST_WORKERS)
     took: dict[str, float] = {}
     progress.start("compile", len(wanted), "items")
     # Not forked: this process may have a CUDA context and the threads of a compiler.
-    pool = ProcessPoolExecutor(min(workers, len(wanted)), multiprocessing.get_context("spawn"))
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(min(workers, len(wanted)), context, initializer=_end_quietly)
     try:
-        names = {pool.submit(_build, variant): variant.name for variant in wanted}
+        with _interrupts_held():  # compilers start with ^C held back, until they know how to end
+            names = {pool.submit(_build, variant): variant.name for variant in wanted}
         for done in as_completed(names):
             name = names[done]
             try:
-                took[name], failure = done.result()
+                took[name], failure, kept = done.result()
             except BrokenProcessPool as error:
                 raise CannotError(
                     "A compiler was ended from outside, perhaps for lack of memory.",
                     hint="Give fewer --workers; what is compiled is kept.",
                 ) from error
+            if not kept:
+                raise LocalIOError(
+                    f"The kernel '{name}' cannot be kept: {failure}",
+                    hint="Set TILELANG_CACHE_DIR to a folder that can be written.",
+                )
             if failure is not None:
                 raise CannotError(f"The kernel '{name}' does not compile: {failure}")
             progress.note(f"{name}: {took[name]:.1f} s")
             progress.advance(1)
+    except KeyboardInterrupt:
+        for compiler in multiprocessing.active_children():
+            compiler.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
         progress.finish()
     return {variant.name: took[variant.name] for variant in wanted}
 
 
-def _build(variant: Variant) -> tuple[float, str | None]:
-    """Compile one; its seconds and, as text since not every error can be sent, why it failed."""
-    started = time.monotonic()
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        variant.build()
-    except Exception as error:
-        return 0.0, str(error) or type(error).__name__
-    return time.monotonic() - started, None
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
+def _end_quietly() -> None:
+    """^C comes to compilers as well, and the command says what there is to say."""
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _build(variant: Variant) -> tuple[float, str | None, bool]:
+    """Compile one; its seconds, as text since not every error can be sent why it failed, and if it could be kept."""
+    from mla_convert.runtime.kernels._common import KernelNotKeptWarning
+
+    started = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KernelNotKeptWarning)
+        try:
+            variant.build()
+        except KernelNotKeptWarning as warning:
+            return 0.0, str(warning), False
+        except Exception as error:
+            return 0.0, str(error) or type(error).__name__, True
+    return time.monotonic() - started, None, True
 
 
 def _variants(
@@ -146,8 +183,13 @@ def _variants(
     blocks = find_blocks(catalogue, trust_shapes=trust_shapes)
     try:
         import tilelang  # noqa: F401
-    except (ImportError, OSError) as error:
+    except ImportError as error:
         raise CannotError(f"TileLang cannot be imported: {error}", hint="pip install tilelang") from error
+    except OSError as error:
+        raise LocalIOError(
+            f"TileLang cannot make its cache: {error}",
+            hint="Set TILELANG_CACHE_DIR to a folder that can be written.",
+        ) from error
     import torch
 
     from mla_convert.runtime.kernels.variants import variants

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,13 +21,13 @@ from typing import Any
 
 import pytest
 import torch
-from conversions import run
+from conversions import run, run_process
 from test_module_gpu import SPARSE
 
 pytest.importorskip("tilelang", reason="TileLang is not installed (it is for Linux only)")
 
 from mla_convert.demo_model import write_demo_checkpoint
-from mla_convert.errors import CannotError
+from mla_convert.errors import CannotError, LocalIOError
 from mla_convert.progress import SilentProgress
 from mla_convert.runtime import kernels as kernel_modules
 from mla_convert.runtime.kernels import (
@@ -167,11 +172,67 @@ def test_processes_that_start_together_compile_once(cache: Path, tmp_path: Path)
     assert len(list(cache.rglob("*.so"))) == 1
 
 
-def test_a_cache_that_cannot_be_written_still_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Nowhere:
-        TILELANG_CACHE_DIR = "/proc/nowhere"
+@needs_nvcc
+def test_a_cache_that_cannot_be_written_still_compiles(cache: Path) -> None:
+    code = (
+        "import os; from mla_convert.runtime.kernels.sparse_mla import lengths_kernel;"
+        "os.environ['TILELANG_CACHE_DIR'] = '/proc/nowhere'; print('sparse' in lengths_kernel().get_kernel_source())"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (0, "True\n"), found.stderr
+    assert (
+        found.stderr.count("/proc/nowhere cannot be written: kernels are compiled for this process alone")
+        == 1
+    )
 
-    monkeypatch.setattr(_common.tilelang, "env", Nowhere)
-    with _common._alone("key"):
-        pass
-    assert torch.float16 in _common.DTYPES
+
+def test_kernels_that_cannot_be_kept_are_no_warmup(checkpoint: Path) -> None:
+    build_alone = partial(warnings.warn, "the cache cannot be written", _common.KernelNotKeptWarning)
+    lost: Any = SimpleNamespace(name="lost", build=build_alone)
+    with pytest.raises(LocalIOError, match="'lost' cannot be kept: the cache cannot be written") as caught:
+        build([lost], 1, SilentProgress())
+    assert "TILELANG_CACHE_DIR" in (caught.value.hint or "")
+    found = run_process("warmup", checkpoint, "--dry-run", env={"TILELANG_CACHE_DIR": "/proc/nowhere"})
+    assert found.returncode == 5 and "TileLang cannot make its cache" in found.stderr
+
+
+def test_a_program_that_does_not_compile_is_an_error_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Traceback\n  a line\n\nno layout for 192\n")
+
+    monkeypatch.setattr(_common.tilelang, "compile", fail)
+    with pytest.raises(
+        CannotError, match=r"cannot compile the kernel \('a', 1\): no layout for 192"
+    ) as caught:
+        _common.compiled(("a", 1), lambda: None)
+    assert "nvcc" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("after", [0.3, 3.0])
+def test_an_interrupt_ends_compilers_without_a_word(after: float, checkpoint: Path, cache: Path) -> None:
+    """^C comes to every process of the terminal."""
+    words = [sys.executable, "-m", "mla_convert", "warmup", str(checkpoint), "--workers", "2"]
+    command = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while len(processes_of(command.pid)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(after)
+    os.killpg(command.pid, signal.SIGINT)
+    said = command.communicate(timeout=60)[1]
+    assert command.returncode == 130, said
+    assert "Traceback" not in said and "KeyboardInterrupt" not in said
+    assert said.splitlines()[-2:] == [
+        "error: interrupted",
+        f"hint: run it again: mla-convert {shlex.join(words[3:])}",
+    ]
+
+
+def processes_of(group: int) -> list[str]:
+    """The processes of a process group."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            text = stat.read_text()
+            if text.rpartition(")")[2].split()[2] == str(group):
+                found.append(text)
+    return found

@@ -4,9 +4,12 @@ import fcntl
 import hashlib
 import logging
 import re
+import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,9 @@ def compiled(
     That takes 5 to 25 s, once: TileLang keeps the result on disk as well (``TILELANG_CACHE_DIR``), and processes
     that want the same kernel at the same time wait for the first of them. A program that checks its own indices and
     has all of its barriers can do without TileLang's.
+
+    Raises:
+        CannotError: It does not compile, or would hang.
     """
     with _lock:
         if key not in _cache:
@@ -48,7 +54,9 @@ def compiled(
             with _quiet_log():
                 program = build()  # outside the lock: many processes may do this at a time
                 with _alone(key):
-                    kernel = tilelang.compile(program, target=TARGET, pass_configs=configs)
+                    kernel = _compile(
+                        key, partial(tilelang.compile, program, target=TARGET, pass_configs=configs)
+                    )
             source = kernel.get_kernel_source()
             if found := divergent_barriers(source) + shared_barriers(source):
                 raise CannotError(
@@ -57,6 +65,46 @@ def compiled(
                 )
             _cache[key] = kernel
         return _cache[key]
+
+
+class KernelNotKeptWarning(UserWarning):
+    """A kernel was compiled for this process alone."""
+
+
+def _compile(key: Hashable, compile_program: Callable[[], Any]) -> Any:
+    """The compiled program, found or kept in TileLang's cache on disk where that can be written."""
+    folder = Path(tilelang.env.TILELANG_CACHE_DIR)
+    try:
+        return compile_program()
+    except Exception as error:
+        if _can_write(folder) or not tilelang.is_cache_enabled():
+            raise _failure(key, error) from error
+    message = f"{folder} cannot be written: kernels are compiled for this process alone (TILELANG_CACHE_DIR)"
+    warnings.warn(message, KernelNotKeptWarning, stacklevel=2)
+    tilelang.disable_cache()
+    try:
+        return compile_program()
+    except Exception as error:
+        raise _failure(key, error) from error
+    finally:
+        tilelang.enable_cache()
+
+
+def _failure(key: Hashable, error: Exception) -> CannotError:
+    said = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return CannotError(
+        f"TileLang {tilelang.__version__} cannot compile the kernel {key}: {said[-1]}",
+        hint="It needs nvcc: install the CUDA toolkit and set CUDA_HOME to it, or use the backend 'reference'.",
+    )
+
+
+def _can_write(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def launcher(kernel: Any) -> Callable[..., None]:
@@ -74,7 +122,7 @@ def _alone(key: Hashable) -> Iterator[None]:
     """Hold a kernel's lock among all processes that share the cache; it goes with the process that holds it."""
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
     with ExitStack() as held:
-        # A cache that is read-only, a file system without locks: several may compile, and the last result is kept.
+        # A cache that is read-only, a file system without locks: several may compile.
         with suppress(OSError):
             folder = Path(tilelang.env.TILELANG_CACHE_DIR) / "mla-convert-locks"
             folder.mkdir(parents=True, exist_ok=True)
