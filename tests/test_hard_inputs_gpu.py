@@ -28,7 +28,7 @@ from test_kernels_gpu import (
 from torch import Tensor
 
 from mla_convert.runtime import backward, reference
-from mla_convert.runtime.dispatch import available
+from mla_convert.runtime.dispatch import available, resolve_backend
 from mla_convert.runtime.indexer_loss import indexer_loss
 
 _can_run, _reason = available("cuda")
@@ -149,6 +149,35 @@ def test_a_listed_row_that_is_not_finite_shows(
         check_close(out[others], want[others])
         check_lse(lse[others], want_lse[others])
         assert not out[~others, :, 3].isfinite().any()
+
+
+@pytest.mark.parametrize("heads", [8, 16, 64])
+def test_a_batch_of_sequences(heads: int) -> None:
+    """[B, S, H, E], each with a cache of its own: entries beyond that are not valid, and gradients stay in it."""
+    batch = [sparse_case(queries=20, heads=heads, tokens=90, topk=130) for _ in range(3)]
+    scale, sink = batch[0][3], torch.randn(heads, device="cuda")
+    q, kv, indices = (torch.stack([case[i] for case in batch]) for i in range(3))  # type: ignore[misc]
+    indices[:, 3, 5] = 95
+    length = torch.randint(0, 131, (3, 20), device="cuda")
+    backend = resolve_backend("tilelang", "cuda")
+    inputs = [x.detach().requires_grad_() for x in (q, kv)]
+    options: dict[str, Any] = {"attn_sink": sink, "d_v": 512}
+    out, lse = backend.sparse_mla(*inputs, indices, scale, topk_length=length, **options)
+    d_out = torch.randn_like(out)
+    found = torch.autograd.grad(out, inputs, d_out)
+    assert out.shape == (3, 20, heads, 512) and lse.shape == (3, 20, heads)
+    for b in range(3):
+        wide = (q[b].double(), kv[b].double(), indices[b], scale)
+        own = {"topk_length": length[b], **options}
+        want, want_lse = reference.sparse_mla(*wide, **own)
+        check_close(out[b].detach(), want)
+        check_lse(lse[b].detach(), want_lse)
+        want_dq, want_dkv, _ = backward.sparse_mla_backward(*wide, want, want_lse, d_out[b].double(), **own)
+        for got, expected in zip(found, (want_dq, want_dkv), strict=True):
+            cosine = torch.nn.functional.cosine_similarity(
+                got[b].double().flatten(), expected.flatten(), dim=0
+            )
+            assert float(cosine) > 0.9999
 
 
 # More than 2^31 elements

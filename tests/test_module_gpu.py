@@ -217,3 +217,46 @@ def test_no_tokens_and_inference_mode(name: str) -> None:
         cache = LatentCache(spec, 2, 1024, dtype=torch.float16, device="cuda")
         steps = torch.cat([absorbed(part, cache=cache)[0] for part in x.split((1000, 24))])
     assert cosine(steps, want) > 0.999
+
+
+@pytest.mark.parametrize("heads", [4, 16, 64])
+@pytest.mark.parametrize("name", SPECS)
+def test_packed_steps_of_unequal_sequences(name: str, heads: int) -> None:
+    """Some sequences get tokens and some none, so that no decode kernel fits; few heads share a tile of few rows."""
+    spec = replace(SPECS[name], heads=heads)
+    x, given = inputs("packed")
+    absorbed = block(AbsorbedMLA, spec, torch.bfloat16, backend="tilelang")
+    absorbed.form = "absorbed"
+    starts = given["cu_seqlens"].tolist()
+    with torch.no_grad():
+        want, indices = block(AbsorbedMLA, spec, torch.float64)(x.double(), **given)
+        cache = LatentCache(spec, len(LENGTHS), 1024, dtype=torch.bfloat16, device="cuda")
+        done = [0] * len(LENGTHS)
+        for step in ((690, 0, 880, 440), (0, 1, 3, 0), (1, 0, 0, 2), (2, 0, 1, 0), (7, 0, 16, 5)):
+            rows = [
+                torch.arange(start + past, start + past + count)
+                for start, past, count in zip(starts, done, step, strict=False)
+            ]
+            taken = torch.cat(rows).cuda()
+            bounds = torch.tensor([0, *step]).cumsum(0).to(torch.int32).cuda()
+            lists = None if indices is None else indices[taken]
+            got = absorbed(x[taken], cu_seqlens=bounds, cache=cache, indices=lists)[0]
+            assert cosine(got, want[taken]) > 0.9999
+            done = [past + count for past, count in zip(done, step, strict=True)]
+    assert cache.lengths == list(LENGTHS)
+    assert all(entry.endswith(": tilelang") for entry in absorbed.backend(x.device).ran)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
+def test_on_a_device_that_is_not_the_current_one(name: str) -> None:
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        absorbed = block(AbsorbedMLA, SPECS[name], torch.bfloat16, backend="tilelang").to(device)
+        absorbed.form = "absorbed"
+        x = inputs("sbhd")[0].to(device)
+        output, found = gradients(absorbed, x)
+        results.append({"output": output, **found})
+    for key, first in results[0].items():
+        assert results[1][key].device.index == 1
+        assert cosine(results[1][key].to("cuda:0"), first) > 0.99999, key
