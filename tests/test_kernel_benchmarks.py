@@ -216,6 +216,18 @@ def test_table_and_files(
     assert bad == {"part": "dense", "name": "bad", "failure": "RuntimeError: out of shared memory"}
 
 
+@pytest.mark.parametrize("option", ["--flashmla", "--results", "--json"])
+def test_files_that_cannot_be_are_said_before_anything_is_measured(
+    option: str,
+    measured: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(command, "ceilings", lambda: pytest.fail("measured"))
+    assert measured(option, "/nowhere/file") == 2
+    assert "/nowhere/file" in capsys.readouterr().err
+
+
 def test_an_interrupted_run_prints_the_rows_until_then(
     measured: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,8 @@
 Needs a Hopper GPU. Prints one table: time, TFLOP/s or TB/s and their share of the ceiling measured in the same run, the
 ratio to each baseline, errors and goals. Times are medians over CUDA events in one process; a row and its baselines
 take turns, under load that lasts and once more on a card that rests between calls. Exit code 0 if every row was
-measured, 1 if not, 4 without such a GPU, 130 if interrupted (Ctrl-C), with the table of the rows until then.
+measured, 1 if not, 2 for options that cannot be, 4 without such a GPU, 130 if interrupted (Ctrl-C), with the table of
+the rows until then.
 """
 
 from __future__ import annotations
@@ -128,8 +129,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not runs:
         print(f"benchmarks.kernels: {reason}", file=sys.stderr)
         return 4
-    if options.flashmla:
-        flashmla.load(options.flashmla)
+    try:
+        if options.flashmla:
+            flashmla.load(options.flashmla)
+        for path in (options.results, options.json):
+            if path:
+                path.open("a").close()  # now, not when everything is measured
+    except OSError as error:
+        print(f"benchmarks.kernels: {error}", file=sys.stderr)
+        return 2
     torch.manual_seed(0)
     limits = ceilings()
     rows = []
