@@ -19,6 +19,7 @@ from mla_convert.runtime.block import MultiLatentAttention
 from mla_convert.runtime.dispatch import Backend
 from mla_convert.runtime.module import AbsorbedMLA, LatentCache, StandardMLA
 from mla_convert.runtime.reference import select_topk
+from mla_convert.runtime.tokens import place_tokens
 
 GATE = 1e-10
 
@@ -182,6 +183,29 @@ def test_no_tokens(
             inputs = {"cu_seqlens": [0, 0, 0]} if inputs else {}
             assert not block(torch.empty(*shape, 64, dtype=torch.float64), cache=cache, **inputs)[0].numel()
         assert cache.lengths == [3, 3]
+
+
+@pytest.mark.parametrize("kind", [StandardMLA, AbsorbedMLA])
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_training_step_after_inference_mode(
+    kind: type[MultiLatentAttention], name: str, packed: bool
+) -> None:
+    """Of the same shape, so that what is kept of the first call serves the second."""
+    spec, block = SPECS[name], make(kind, SPECS[name])
+    place_tokens.cache_clear()
+    x, bounds = packed_input()
+    inputs = {"cu_seqlens": bounds} if packed else {}
+    x = x if packed else draw(30, 3, spec.hidden, seed=7)
+    with torch.inference_mode():
+        want = block(x, **inputs)[0]
+        cache = LatentCache(spec, 2, 9, dtype=torch.float64)
+    assert error(gradients(block, x, **inputs)[0], want.clone()) <= 1e-13
+    with torch.no_grad():
+        block(draw(8, 2, spec.hidden), cache=cache)
+    with torch.inference_mode():
+        block(draw(1, 2, spec.hidden), cache=cache)
+    assert cache.lengths == [9, 9]
 
 
 def test_no_queries_take_no_lists() -> None:

@@ -35,10 +35,11 @@ class LatentCache:
         self.capacity = capacity
         self.lengths = [0] * sequences
         rows = sequences * capacity
-        self.kv_TE = torch.zeros(rows, spec.kv_dim, dtype=dtype, device=device)
-        self.index_TJ = None
-        if spec.indexer is not None:
-            self.index_TJ = torch.zeros(rows, spec.indexer.dim, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # else nothing but inference mode could write to it
+            self.kv_TE = torch.zeros(rows, spec.kv_dim, dtype=dtype, device=device)
+            self.index_TJ = None
+            if spec.indexer is not None:
+                self.index_TJ = torch.zeros(rows, spec.indexer.dim, dtype=dtype, device=device)
 
     def check(self, counts: Sequence[int]) -> None:
         """Whether so many more tokens of each sequence fit.

@@ -99,6 +99,7 @@ def _join(own: dict[str, Group], name: str, members: list[int], rank: int) -> No
 
 
 @functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)  # what is kept must serve a training step as well
 def context_rows(lengths: tuple[int, ...], rank: int, world: int) -> Tensor:
     """The tokens that one context-parallel rank holds, as rows of the packed sequences, int64 on the CPU.
 

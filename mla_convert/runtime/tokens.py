@@ -108,6 +108,7 @@ class Tokens:
 
 
 @functools.lru_cache(maxsize=8)
+@torch.inference_mode(False)  # what is kept must serve a training step as well
 def place_tokens(
     lengths: tuple[int, ...], packed: bool, rank: int, world: int, device: torch.device
 ) -> Tokens:
