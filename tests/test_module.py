@@ -18,6 +18,7 @@ from mla_convert.errors import BadInputError, CannotError
 from mla_convert.runtime.block import MultiLatentAttention
 from mla_convert.runtime.dispatch import Backend
 from mla_convert.runtime.module import AbsorbedMLA, LatentCache, StandardMLA
+from mla_convert.runtime.parallel import context_rows
 from mla_convert.runtime.reference import select_topk
 from mla_convert.runtime.tokens import place_tokens
 
@@ -206,6 +207,20 @@ def test_a_training_step_after_inference_mode(
     with torch.inference_mode():
         block(draw(1, 2, spec.hidden), cache=cache)
     assert cache.lengths == [9, 9]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_default_device_is_left_alone(name: str) -> None:
+    """``torch.set_default_device`` says where a script's new tensors go, not where a block does its counting."""
+    block, (x, bounds) = make(AbsorbedMLA, SPECS[name]), packed_input()
+    want = block(x, cu_seqlens=bounds)[0]
+    place_tokens.cache_clear()
+    context_rows.cache_clear()
+    with torch.device("meta"), torch.no_grad():
+        assert torch.equal(block(x, cu_seqlens=bounds)[0], want)
+        cache = LatentCache(SPECS[name], 2, 40, dtype=torch.float64)
+        parts = [block(part, cache=cache)[0] for part in x[:40].view(20, 2, -1).split((17, 1, 2))]
+    assert error(torch.cat(parts), block(x[:40].view(20, 2, -1))[0].detach()) <= 1e-13
 
 
 def test_no_queries_take_no_lists() -> None:

@@ -111,7 +111,7 @@ def context_rows(lengths: tuple[int, ...], rank: int, world: int) -> Tensor:
         CannotError: a length is not a multiple of 2 * world.
     """
     if world == 1:
-        return torch.arange(sum(lengths))
+        return torch.arange(sum(lengths), device="cpu")
     rows, start = [], 0
     for length in lengths:
         if length % (2 * world):
@@ -122,9 +122,9 @@ def context_rows(lengths: tuple[int, ...], rank: int, world: int) -> Tensor:
             )
         piece = length // (2 * world)
         for number in (rank, 2 * world - 1 - rank):
-            rows.append(torch.arange(start + number * piece, start + (number + 1) * piece))
+            rows.append(torch.arange(start + number * piece, start + (number + 1) * piece, device="cpu"))
         start += length
-    return torch.cat(rows) if rows else torch.arange(0)
+    return torch.cat(rows) if rows else torch.arange(0, device="cpu")
 
 
 # Collectives on the first dim, without gradients

@@ -123,7 +123,7 @@ def place_tokens(
     held = [_held(lengths, packed, number, world) for number in range(world)]
     starts = _starts(lengths)
     order_T = torch.argsort(torch.cat(held))
-    in_order = bool((order_T == torch.arange(order_T.numel())).all())
+    in_order = bool((order_T == torch.arange(order_T.numel(), device="cpu")).all())
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]
     return _tokens(held[rank], starts, ends, None if in_order else order_T, device)
 
@@ -136,7 +136,9 @@ def place_in_cache(
         return _no_tokens(device)
     starts = [number * capacity for number in range(len(past))]
     firsts = [start + length for start, length in zip(starts, past, strict=True)]
-    rows = [torch.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)]
+    rows = [
+        torch.arange(first, first + count, device="cpu") for first, count in zip(firsts, counts, strict=True)
+    ]
     keys = torch.cat(rows) if packed else torch.stack(rows, 1).flatten()
     ends = [first + count for first, count in zip(firsts, counts, strict=True)]
     tokens = _tokens(keys, starts, ends, None, device)
@@ -156,7 +158,7 @@ def _held(lengths: tuple[int, ...], packed: bool, rank: int, world: int) -> Tens
     if packed:
         return context_rows(lengths, rank, world)
     rows = context_rows(lengths[:1], rank, world)
-    return (rows[:, None] + torch.arange(len(lengths)) * lengths[0]).flatten()
+    return (rows[:, None] + torch.arange(len(lengths), device="cpu") * lengths[0]).flatten()
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
@@ -169,14 +171,14 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 def _tokens(
     keys_S: Tensor, starts: Sequence[int], ends: Sequence[int], order_T: Tensor | None, device: torch.device
 ) -> Tokens:
-    segment_S = torch.searchsorted(torch.tensor(starts), keys_S, right=True) - 1
+    segment_S = torch.searchsorted(torch.tensor(starts, device="cpu"), keys_S, right=True) - 1
     by_segment = segment_S.argsort(stable=True)
-    in_order = bool((by_segment == torch.arange(by_segment.numel())).all())
+    in_order = bool((by_segment == torch.arange(by_segment.numel(), device="cpu")).all())
     rows = torch.split(by_segment, segment_S.bincount(minlength=len(starts)).tolist())
     segments = tuple(_segments(rows, keys_S, starts, ends, device))
     return Tokens(
         keys_S.to(device),
-        torch.tensor(starts)[segment_S].to(device),
+        torch.tensor(starts, device="cpu")[segment_S].to(device),
         segments,
         None if in_order else by_segment.argsort().to(device),
         None if order_T is None else order_T.to(device),
