@@ -45,7 +45,7 @@ def load_attention(
     Args:
         path: A checkpoint in any format that ``verify`` reads: a Hugging Face folder, or one ``.safetensors`` file with
             ``config.json`` beside it; ranks, which are put together; or a checkpoint of Megatron.
-        layer: Its number or, where a layer has several blocks, the block's prefix.
+        layer: Its number, also as text, or, where a layer has several blocks, the block's prefix.
         kind: ``AbsorbedMLA`` (also for None) or ``StandardMLA``.
         dtype: Of all parameters: the product of codes and scales is taken in float64 and rounded once.
         device: Where the parameters go.
@@ -55,8 +55,14 @@ def load_attention(
 
     Raises:
         BadInputError: The checkpoint cannot be read, or a part of the block is missing.
-        CannotError: There is no such block, or several; or nothing tells the order of its indexer's rows.
+        CannotError: There is no such block, or several; nothing tells the order of its indexer's rows; or parameters
+            cannot be of that dtype.
     """
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise CannotError(
+            f"Parameters cannot be {str(dtype).removeprefix('torch.')}.",
+            hint="Give bfloat16, float16, float32 or float64.",
+        )
     whole = open_whole(Path(path), indexer_from)
     block = _chosen(find_blocks(whole.logical, trust_shapes=trust_shapes), layer)
     if whole.megatron and whole.megatron.unresolved and block.has_indexer:
@@ -75,6 +81,7 @@ def load_attention(
 
 
 def _chosen(blocks: tuple[AttentionBlock, ...], layer: int | str) -> AttentionBlock:
+    layer = int(layer) if isinstance(layer, str) and layer.isdecimal() else layer
     wanted = layer if isinstance(layer, int) else f"{layer.rstrip('.')}."
     found = [block for block in blocks if wanted in (block.layer, block.prefix)]
     if len(found) == 1:

@@ -105,6 +105,11 @@ def test_tilelang_by_name_cannot_run_on_a_cpu() -> None:
     assert caught.value.hint and "'auto' or 'reference'" in caught.value.hint
 
 
+def test_a_backend_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="no backend 'cuda'; there are auto, reference, tilelang"):
+        resolve_backend("cuda", "cpu")  # type: ignore[arg-type]
+
+
 def test_reference_results_and_record() -> None:
     backend = resolve_backend("reference", "cpu")
     out, lse = backend.sparse_mla(**sparse_arguments())

@@ -125,7 +125,7 @@ def test_a_layer_of_a_checkpoint_in_either_layout(tmp_path: Path) -> None:
         load_attention(folder, layer, kind=kind, dtype=torch.float64)(x)[0]
         for folder in (original, split)
         for kind in (None, StandardMLA)
-        for layer in (1, "model.layers.1.self_attn")
+        for layer in (1, "1", "model.layers.1.self_attn")
     ]
     assert all(error(output, outputs[0]) <= 1e-13 for output in outputs)
     stored = load_attention(split, 1).state_dict()
@@ -136,6 +136,9 @@ def test_a_layer_of_a_checkpoint_in_either_layout(tmp_path: Path) -> None:
 
 def test_layers_that_are_not_there_or_not_one(tmp_path: Path) -> None:
     original = tiny_models.save("longcat_flash", tmp_path / "model")
+    for dtype in (torch.int32, torch.float8_e4m3fn):
+        with pytest.raises(CannotError, match=f"cannot be {str(dtype)[6:]}"):
+            load_attention(original, 0, dtype=dtype)
     with pytest.raises(CannotError, match="There is no MLA block 7") as caught:
         load_attention(original, 7)
     assert caught.value.hint == "Layers with MLA: 0, 1."

@@ -405,6 +405,11 @@ class MultiLatentAttention(nn.Module):
         return copy_to_group(parameter, self.parallel.cp)
 
     def needed(self, part: Part) -> Tensor:
+        """A weight that the block has, as ``_weight`` gives it.
+
+        Raises:
+            BadInputError: it has not.
+        """
         weight = self._weight(part)
         if weight is None:
             raise BadInputError(f"The block has no {HUGGINGFACE.module(part)}.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from mla_convert.errors import CannotError
 from mla_convert.runtime.checks import require
@@ -348,7 +348,10 @@ def resolve_backend(requested: Requested, device: str | torch.device) -> Backend
 
     Raises:
         CannotError: "tilelang" on a device where the kernels cannot run.
+        ValueError: No backend has that name.
     """
+    names = get_args(Requested)
+    require(requested in names, f"no backend {requested!r}; there are {', '.join(names)}")
     if requested == "reference":
         return Backend("reference", "the reference was asked for", str(device))
     runs, reason = available(device)
