@@ -279,6 +279,7 @@ def test_inputs_that_do_not_fit() -> None:
         (x[:, 0], {"cu_seqlens": torch.tensor([0.0, 30.0])}, "one row of whole numbers"),
         (x[:, 0], {"cu_seqlens": torch.tensor([[0, 30]])}, "one row of whole numbers"),
         (x, {"indices": torch.zeros(30, 2, 4)}, "indices are float32; they must be int32 or int64"),
+        (x, {"indices": torch.zeros(30, 2, 4, dtype=torch.int32, device="meta")}, "indices are on meta and x on cpu"),
         (x[0], {}, r"must be \[s, b, D\] with D = 64"),
         (x[..., 1:], {}, "must be"),
         (x, {"cu_seqlens": [0, 30]}, "have a batch of 1"),

@@ -185,6 +185,7 @@ def rank_refusals() -> list[str]:
     said = []
     for function in (
         lambda: make_groups(3),
+        lambda: make_groups(2, 0),
         lambda: make(AbsorbedMLA, SPECS["dense"], parallel=make_groups(1, 4))(draw(6, 1, 64)[:5]),
         lambda: take_context(draw(6, 1, 64), make_groups(4, sequence_parallel=True)),
     ):
@@ -254,8 +255,9 @@ def test_collectives_have_the_right_gradients() -> None:
 
 def test_what_ranks_cannot_do_is_said_with_numbers() -> None:
     for result in found():
-        groups, pieces, cut, cache = result["refusals"]
+        groups, none, pieces, cut, cache = result["refusals"]
         assert groups == "4 ranks cannot be cut into tp 3 x cp 1 = 3."
+        assert none == "There are no groups of tp 2 x cp 0 ranks."
         assert pieces.startswith("A sequence of 20 tokens cannot be cut into 2 x 4 equal pieces")
         assert cut.startswith("6 tokens cannot be cut over 4 tensor-parallel ranks")
         assert cache.startswith("A cache cannot be used with context parallelism")

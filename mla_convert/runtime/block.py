@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from mla_convert.names import HUGGINGFACE, Part
 from mla_convert.runtime import reference
 from mla_convert.runtime.cache import LatentCache
 from mla_convert.runtime.dispatch import Backend, Requested, resolve_backend
+from mla_convert.runtime.inputs import check_hidden_states, lengths_between, lists_of
 from mla_convert.runtime.parallel import (
     Parallel,
     all_gather,
@@ -184,7 +184,7 @@ class MultiLatentAttention(nn.Module):
         kv_TE = self._all_keys(kv_SE, tokens, None if cache is None else cache.kv_TE)
         q_latent_SQ = reference.query_latent(x_SD, weights, spec)
         if indices is not None:
-            indices_SK: Tensor | None = _listed(indices, tokens)
+            indices_SK: Tensor | None = lists_of(indices, tokens)
             if cache is not None and spec.indexer is not None:
                 self._index(
                     x_SD, q_latent_SQ, weights, tokens, own, cache
@@ -237,12 +237,8 @@ class MultiLatentAttention(nn.Module):
         self, x: Tensor, cu_seqlens: Tensor | Sequence[int] | None, cache: LatentCache | None
     ) -> tuple[Tensor, Tokens]:
         packed = cu_seqlens is not None
-        shapes = "[t, D] or [t, 1, D]" if packed else "[s, b, D]"
-        if x.ndim not in ((2, 3) if packed else (3,)) or x.shape[-1] != self.spec.hidden:
-            raise BadInputError(f"x is {list(x.shape)}; it must be {shapes} with D = {self.spec.hidden}.")
-        if packed and x.ndim == 3 and x.shape[1] != 1:
-            raise BadInputError(f"x is {list(x.shape)}: packed sequences have a batch of 1.")
-        self._check_kind(x)
+        weight = self.get_parameter(f"{HUGGINGFACE.module(Part.KV_A)}.weight")
+        check_hidden_states(x, packed, self.spec.hidden, weight)
         lengths = self._counts(x, cu_seqlens, cache)
         if cache is not None:
             if self.parallel.cp_size > 1:
@@ -275,29 +271,7 @@ class MultiLatentAttention(nn.Module):
         if cu_seqlens is None:
             parts = self.parallel.tp_size if self.parallel.cuts_tokens else 1
             return (x.shape[0] * parts * self.parallel.cp_size,) * x.shape[1]
-        bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-        if not all(isinstance(bound, int) for bound in bounds):
-            raise BadInputError(f"cu_seqlens is {bounds}; it must be one row of whole numbers.")
-        lengths = tuple(end - start for start, end in pairwise(bounds))
-        if not bounds or bounds[0] != 0 or any(length < 0 for length in lengths):
-            raise BadInputError(f"cu_seqlens is {bounds}; it must begin with 0 and never fall.")
-        return lengths
-
-    def _check_kind(self, x: Tensor) -> None:
-        """Raise BadInputError if ``x`` has another dtype or device than the weights."""
-        weight = self.get_parameter(f"{HUGGINGFACE.module(Part.KV_A)}.weight")
-        if x.device != weight.device:
-            raise BadInputError(
-                f"x is on {x.device} and the block on {weight.device}.", hint="Move one with .to(device)."
-            )
-        if x.dtype != weight.dtype and not (
-            x.is_floating_point() and torch.is_autocast_enabled(x.device.type)
-        ):
-            names = [str(tensor.dtype).removeprefix("torch.") for tensor in (x, weight)]
-            raise BadInputError(
-                f"x is {names[0]} and the block's weights are {names[1]}.",
-                hint="Convert one with .to(dtype), or run under torch.autocast.",
-            )
+        return lengths_between(cu_seqlens)
 
     def _enter(self, x: Tensor) -> Tensor:
         """From what each tensor-parallel rank has of the tokens to what its heads need: all of them."""
@@ -453,16 +427,3 @@ def _prepare(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: objec
     }
     ready = prepared(own, module.layout, module.whole_spec, module.parallel.tp_rank, module.parallel.tp_size)
     state.update({prefix + name: tensor for name, tensor in ready.items()})
-
-
-def _listed(indices: Tensor, tokens: Tokens) -> Tensor:
-    rows = tokens.keys_S.numel()
-    if indices.ndim < 2 or indices.shape[:-1].numel() != rows:
-        raise BadInputError(
-            f"indices are {list(indices.shape)}; they need a list for each of {rows} queries."
-        )
-    if indices.dtype not in (torch.int32, torch.int64):
-        raise BadInputError(
-            f"indices are {str(indices.dtype).removeprefix('torch.')}; they must be int32 or int64."
-        )
-    return indices.reshape(rows, indices.shape[-1])

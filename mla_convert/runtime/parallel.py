@@ -72,9 +72,11 @@ def make_groups(tp: int, cp: int = 1, *, sequence_parallel: bool = False) -> Par
     parallel: rank = (data * cp + context) * tp + tensor.
 
     Raises:
-        UsageError: the number of ranks is not a multiple of ``tp * cp``.
+        UsageError: the number of ranks is not a multiple of ``tp * cp``, or one of these is below 1.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
+    if tp < 1 or cp < 1:
+        raise UsageError(f"There are no groups of tp {tp} x cp {cp} ranks.")
     if world % (tp * cp):
         raise UsageError(
             f"{world} ranks cannot be cut into tp {tp} x cp {cp} = {tp * cp}.",
