@@ -50,7 +50,7 @@ def test_any_head_count(heads: int) -> None:
     ("heads", "rank", "rope"),
     [
         (16, 192, 32), (64, 192, 0), (16, 320, 64), (64, 320, 32),
-        (16, 384, 0), (64, 384, 64), (16, 448, 32), (64, 448, 64),
+        (16, 384, 0), (64, 384, 64), (16, 448, 32), (64, 448, 64), (16, 100, 20), (64, 500, 12),
     ],
 )  # fmt: skip
 def test_any_width(heads: int, rank: int, rope: int) -> None:
@@ -256,6 +256,24 @@ def test_indexer_queries_beyond_int32_offsets() -> None:
     chosen = indexer_select(q, k, weights, 20, ends=ends)[rows]
     expected = reference.select_topk(want, 20)
     assert reference.selection_agreement(want, chosen, expected, 1e-2).agrees
+
+
+def test_selection_of_128k_by_128k_never_holds_all_logits() -> None:
+    """They would be 64 GiB; the workspace is 1, and the selected keys, in parts and together, are 2."""
+    from mla_convert.runtime.kernels.indexer_select import indexer_select
+
+    count = 1 << 17
+    q, k, weights = indexer_case(count, count, 64, 128)
+    ends = torch.arange(1, count + 1, device="cuda", dtype=torch.int32)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    chosen = indexer_select(q, k, weights, 2048, ends=ends)
+    assert torch.cuda.max_memory_allocated() - before < 3.2 * 2**30
+    assert chosen.shape == (count, 2048)
+    rows = torch.tensor([0, 2047, 2048, 70_000, count - 1], device="cuda")
+    want = indexer_reference(q[rows], k, weights[rows], torch.zeros(5, device="cuda"), ends[rows])
+    expected = reference.select_topk(want, 2048)
+    assert reference.selection_agreement(want, chosen[rows], expected, 1e-2).agrees
 
 
 @pytest.mark.parametrize("part", ["attention", "indexer"])

@@ -279,7 +279,11 @@ def test_inputs_that_do_not_fit() -> None:
         (x[:, 0], {"cu_seqlens": torch.tensor([0.0, 30.0])}, "one row of whole numbers"),
         (x[:, 0], {"cu_seqlens": torch.tensor([[0, 30]])}, "one row of whole numbers"),
         (x, {"indices": torch.zeros(30, 2, 4)}, "indices are float32; they must be int32 or int64"),
-        (x, {"indices": torch.zeros(30, 2, 4, dtype=torch.int32, device="meta")}, "indices are on meta and x on cpu"),
+        (
+            x,
+            {"indices": torch.zeros(30, 2, 4, dtype=torch.int32, device="meta")},
+            "indices are on meta and x on cpu",
+        ),
         (x[0], {}, r"must be \[s, b, D\] with D = 64"),
         (x[..., 1:], {}, "must be"),
         (x, {"cu_seqlens": [0, 30]}, "have a batch of 1"),
@@ -332,6 +336,18 @@ def test_nothing_is_left_on_the_host(name: str) -> None:
     outputs[-1].output.sum().backward()
     assert all(found.output.device.type == "meta" for found in outputs)
     assert {p.grad.device.type for p in block.parameters() if p.requires_grad} == {"meta"}
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+@pytest.mark.parametrize("name", ["dense", "sparse"])
+def test_under_torch_compile(name: str) -> None:
+    """In pieces: what counts tokens and calls kernels stays outside of its graphs."""
+    block, x = make(AbsorbedMLA, SPECS[name]), draw(30, 2, SPECS[name].hidden, seed=7)
+    want_output, want = gradients(block, x)
+    torch._dynamo.reset()
+    output, found = gradients(torch.compile(block, backend="eager"), x)
+    assert error(output, want_output) <= 1e-13
+    check_gradients({key.removeprefix("_orig_mod."): value for key, value in found.items()}, want, 1e-12)
 
 
 def test_the_backend_says_what_ran() -> None:

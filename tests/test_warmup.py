@@ -166,8 +166,8 @@ def test_processes_that_start_together_compile_once(cache: Path, tmp_path: Path)
     shim.chmod(0o755)
     code = "from mla_convert.runtime.kernels.sparse_mla import lengths_kernel; lengths_kernel()"
     environment = {**os.environ, "CUDA_HOME": str(toolkit), "PATH": f"{shim.parent}:{os.environ['PATH']}"}
-    processes = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(3)]
-    assert [process.wait(300) for process in processes] == [0, 0, 0]
+    processes = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(8)]
+    assert [process.wait(300) for process in processes] == [0] * 8
     assert log.read_text().splitlines() == ["compiled"]
     assert len(list(cache.rglob("*.so"))) == 1
 

@@ -15,7 +15,8 @@ class LatentCache:
 
     ``kv_TE`` [B * capacity, R + P] holds normed latent and rotated key, ``index_TJ`` [B * capacity, J] the indexer's
     keys (None without an indexer); of sequence b the first ``lengths[b]`` rows from b * capacity count. Every
-    tensor-parallel rank has a whole one.
+    tensor-parallel rank has a whole one. Lengths are kept on the host, so a block's step cannot be captured in a CUDA
+    graph (``decode_mla`` can, with lengths on the device).
 
     Raises:
         BadInputError: fewer than one sequence or token.
