@@ -1,6 +1,6 @@
-"""``AbsorbedMLA`` with the kernels on two ranks, against one ``StandardMLA`` in float64.
+"""``AbsorbedMLA`` with the kernels on two and on four ranks, against one ``StandardMLA`` in float64.
 
-Each rank has a GPU of its own, and NCCL connects them; on a machine with one GPU they share it, over gloo.
+Each rank has a GPU of its own, and NCCL connects them; on a machine with fewer they share GPUs, over gloo.
 """
 
 from __future__ import annotations
@@ -33,17 +33,24 @@ CASES = [
 ]
 
 
+FOUR = [
+    (name, 2, 2, shape, sequence)
+    for name in SPECS
+    for shape in ("sbhd", "packed")
+    for sequence in (False, True)
+]
+
 # Runs on each rank
 
 
-def rank_cosines() -> dict[tuple[Any, ...], dict[str, float]]:
+def rank_cosines(cases: list[tuple[Any, ...]]) -> dict[tuple[Any, ...], dict[str, float]]:
     """For each case the cosine of this rank's output, and of every parameter's gradient, with the whole block's."""
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     groups = {
         key: make_groups(*key[:2], sequence_parallel=key[2])
-        for key in {case[1:3] + case[4:] for case in CASES}
+        for key in sorted({case[1:3] + case[4:] for case in cases})
     }
-    return {case: _cosines(case[0], case[3], groups[case[1:3] + case[4:]]) for case in CASES}
+    return {case: _cosines(case[0], case[3], groups[case[1:3] + case[4:]]) for case in cases}
 
 
 def _cosines(name: str, shape: str, parallel: Parallel) -> dict[str, float]:
@@ -78,13 +85,14 @@ def _cosines(name: str, shape: str, parallel: Parallel) -> dict[str, float]:
 
 
 @functools.cache
-def found() -> list[dict[tuple[Any, ...], dict[str, float]]]:
-    backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
-    return run_ranks("test_parallel_gpu", "rank_cosines", 2, timeout=500, backend=backend)
+def found(ranks: int) -> list[dict[tuple[Any, ...], dict[str, float]]]:
+    backend = "nccl" if torch.cuda.device_count() >= ranks else "gloo"
+    cases = CASES if ranks == 2 else FOUR
+    return run_ranks("test_parallel_gpu", "rank_cosines", ranks, cases, timeout=500, backend=backend)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + FOUR, ids=str)
 def test_outputs_and_gradients_equal_one_standard_block(case: tuple[Any, ...]) -> None:
-    for rank, cosines in enumerate(found()):
+    for rank, cosines in enumerate(found(case[1] * case[2])):
         assert len(cosines[case]) >= 8
         assert min(cosines[case].values()) > 0.9999, (rank, cosines[case])
