@@ -15,7 +15,7 @@ _can_run, _reason = available("cuda")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not _can_run, reason=f"no kernels here: {_reason}")]
 
 
-@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("heads", [8, 16, 64])
 @pytest.mark.parametrize("name", SPECS)
 def test_nothing_else_is_compiled(name: str, heads: int) -> None:
     from mla_convert.runtime.kernels import _common
