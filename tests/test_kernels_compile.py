@@ -67,16 +67,16 @@ def test_parts_fill_the_gpu() -> None:
 
 
 def test_the_queries_left_over_share_lists() -> None:
-    from mla_convert.runtime.kernels.sparse_mla import _plan
+    from mla_convert.runtime.kernels.sparse_mla import _division
 
-    assert _plan(4096, 64, 32, 132) == (4092, 1, 32)
-    assert _plan(4096, 128, 32, 132) == (4092, 1, 16)
-    assert _plan(4092, 64, 32, 132) == (4092, 1, 1)
-    assert _plan(4096, 16, 32, 132) == (4096, 1, 1)
-    assert _plan(4096, 64, 8, 132) == (4096, 1, 1), "short lists are no longer than what a launch costs"
-    assert _plan(64, 64, 32, 132)[0] == 64
+    assert _division(4096, 64, 32, 132) == (4092, 1, 32)
+    assert _division(4096, 128, 32, 132) == (4092, 1, 16)
+    assert _division(4092, 64, 32, 132) == (4092, 1, 1)
+    assert _division(4096, 16, 32, 132) == (4096, 1, 1)
+    assert _division(4096, 64, 8, 132) == (4096, 1, 1), "short lists are no longer than what a launch costs"
+    assert _division(64, 64, 32, 132)[0] == 64
     for queries in range(1, 1400):
-        whole, parts, rest_parts = _plan(queries, 128, 32, 132)
+        whole, parts, rest_parts = _division(queries, 128, 32, 132)
         assert whole == queries or (whole * 2 % 132 == 0 and parts == 1 and rest_parts > 1)
 
 

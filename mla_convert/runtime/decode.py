@@ -108,23 +108,6 @@ def check(
     d_v: int,
 ) -> None:
     """Raise ValueError for arguments of ``decode_mla`` that do not belong together."""
-    # Messages are costly to build: for few requests, a call's checks would take longer than its kernel.
-    if (
-        q_BSHE.ndim == 4
-        and indices is None
-        and topk_length is None
-        and attn_sink is None
-        and cache_seqlens is not None
-        and block_table is not None
-        and kv_cache.ndim == 4
-        and kv_cache.dtype == q_BSHE.dtype
-        and kv_cache.shape[2:] == (1, q_BSHE.shape[3])
-        and 0 < d_v <= q_BSHE.shape[3]
-        and block_table.ndim == 2
-        and cache_seqlens.shape == (q_BSHE.shape[0],) == block_table.shape[:1]
-        and q_BSHE.device == kv_cache.device == cache_seqlens.device == block_table.device
-    ):
-        return
     for problem in _problems(
         q_BSHE, kv_cache, cache_seqlens, block_table, causal, indices, topk_length, attn_sink, d_v
     ):

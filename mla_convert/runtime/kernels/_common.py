@@ -1,6 +1,7 @@
 """What the kernel modules share: the compile target and cache, and how arguments are made ready for a launch."""
 
 import fcntl
+import functools
 import hashlib
 import logging
 import re
@@ -11,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import tilelang
 import torch
@@ -27,6 +28,12 @@ DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
+
+PLANS = 1024
+"""Of each entry point, so many plans are kept: those used last."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _cache: dict[Hashable, Any] = {}
 _lock = threading.Lock()
@@ -188,6 +195,61 @@ def shared_barriers(source: str) -> list[str]:
     return found
 
 
+class Argument(NamedTuple):
+    """What a plan knows of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+Signature = tuple[tuple[torch.Size, torch.dtype, torch.device] | None, ...]
+
+
+def signature(*tensors: Tensor | None) -> Signature:
+    """What a plan may depend on; ``arguments`` gives it names. Not part of it: strides, address and contents."""
+    return tuple([None if x is None else (x.shape, x.dtype, x.device) for x in tensors])
+
+
+def arguments(known: Signature) -> list[Any]:
+    """The ``Argument`` of each tensor of a signature, or None."""
+    return [None if each is None else Argument(*each) for each in known]
+
+
+def planned(plan: Callable[_P, _R]) -> Callable[_P, _R]:
+    """What calls with equal signatures have in common is found out once: checks, sizes, and which kernels run.
+
+    With few queries all of that takes the host longer than the GPU needs for the kernels. A plan is a function of
+    its arguments alone, which are a signature and numbers, so that it cannot go out of date; it holds no tensors, so
+    that it belongs to no stream, graph or thread. An error is not kept, but found again. The ``PLANS`` plans used
+    last are kept as long as the process runs.
+    """
+    return functools.lru_cache(maxsize=PLANS)(plan)
+
+
+def run_on(device: torch.device, run: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """``run`` while ``device`` is the current one: to make it so, if it already is, would take longer than a launch."""
+    if device.index == torch.cuda.current_device():
+        return run(*args, **kwargs)
+    with torch.cuda.device(device):
+        return run(*args, **kwargs)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def unread(device: torch.device, *shape: int) -> Tensor:
+    """A float32 tensor for a parameter that a kernel has and does not read; kept as long as the process runs."""
+    return torch.empty(shape, dtype=torch.float32, device=device)
+
+
 def launchable(tensor: Tensor) -> Tensor:
     """The tensor packed and on a 16-byte boundary, as the kernels' 16-byte copies need it; copied only if not."""
     if tensor.requires_grad:
@@ -218,3 +280,8 @@ def require(condition: bool, message: str) -> None:
     """Raise ValueError unless the condition holds: the caller passed tensors that do not belong together."""
     if not condition:
         raise ValueError(message)
+
+
+def scale_problem(scale: float) -> str | None:
+    """Why this is no factor for scores, or None if it is one."""
+    return None if 0 < scale < float("inf") else f"scale {scale} is not a positive number"

@@ -11,8 +11,19 @@ from torch import Tensor
 
 from mla_convert.errors import CannotError
 from mla_convert.runtime.decode import check
-from mla_convert.runtime.kernels._common import as_int32, launchable, pad_features
-from mla_convert.runtime.kernels.dense_mla import Cache, Spans, attend, native
+from mla_convert.runtime.kernels._common import (
+    Argument,
+    Signature,
+    arguments,
+    as_int32,
+    launchable,
+    pad_features,
+    planned,
+    run_on,
+    scale_problem,
+    signature,
+)
+from mla_convert.runtime.kernels.dense_mla import Spans, Work, attend, work_for
 from mla_convert.runtime.kernels.dense_mla import unsupported as dense_unsupported
 from mla_convert.runtime.kv_cache import is_fp8
 
@@ -44,44 +55,63 @@ def decode_mla(
         CannotError: A size, dtype or scale that the kernels do not take; ``unsupported`` says which.
         ValueError: Arguments that contradict each other.
     """
-    check(q_BSHE, kv_cache, cache_seqlens, block_table, causal, indices, topk_length, attn_sink, d_v)
-    if reason := unsupported(q_BSHE, kv_cache, d_v, scale):
+    work = _plan(
+        signature(q_BSHE, kv_cache, cache_seqlens, block_table, indices, topk_length, attn_sink), causal, d_v
+    )
+    if reason := scale_problem(scale):
         raise CannotError(f"The decode kernel cannot run: {reason}.")
-    batch, queries, heads, width = q_BSHE.shape
-    entries = 1 if indices is None else indices.shape[2]
-    if not (q_BSHE.numel() and kv_cache.numel() and entries) or (
-        block_table is not None and not block_table.numel()
-    ):
+    batch, queries, heads, _ = q_BSHE.shape
+    if work is None:
         lse_BHS = q_BSHE.new_full((batch, heads, queries), -torch.inf, dtype=torch.float32)
         return q_BSHE.new_zeros(batch, queries, heads, d_v), lse_BHS
 
-    fp8, page = is_fp8(kv_cache), kv_cache.shape[1]
-    rows_each = heads if indices is not None else queries * heads
-    rank, rope = native(rows_each, d_v, width - d_v)
     rows_TE = kv_cache.reshape(-1, kv_cache.shape[-1])
-    rows_TE = launchable(rows_TE.view(torch.uint8) if fp8 else pad_features(rows_TE, d_v, rank, rope))
+    if work.fp8:
+        rows_TE = rows_TE.view(torch.uint8)
+    elif work.padded:
+        q_BSHE, rows_TE = (pad_features(x, d_v, work.rank, work.rope) for x in (q_BSHE, rows_TE))
     if indices is not None:
-        table_BP = launchable(as_int32(indices).reshape(batch * queries, entries))
-        cache = Cache(rows_TE, page=1, capacity=entries, table_BP=table_BP, fp8=fp8)
+        table_BP: Tensor | None = launchable(as_int32(indices).reshape(batch * queries, work.capacity))
         if topk_length is None:
-            spans = Spans(batch * queries, 1, length=entries)
+            spans = Spans(length=work.capacity)
         else:
-            spans = Spans(batch * queries, 1, _list_lengths(topk_length, batch, queries))
+            spans = Spans(_list_lengths(topk_length, batch, queries))
     else:
         assert cache_seqlens is not None
-        table = None if block_table is None else launchable(as_int32(block_table))
-        capacity = page * (1 if table is None else table.shape[1])
-        cache = Cache(rows_TE, page, capacity, table, fp8)
-        spans = Spans(batch, queries, launchable(as_int32(cache_seqlens)), causal and queries > 1)
-    out_NR, lse_N = attend(q_BSHE, cache, spans, scale, attn_sink, d_v=d_v, rank=rank, rope=rope)
-    out_BSHR = out_NR.view(batch, queries, heads, rank)
+        table_BP = None if block_table is None else launchable(as_int32(block_table))
+        spans = Spans(launchable(as_int32(cache_seqlens)), causal and queries > 1)
+    out_NR, lse_N = run_on(
+        work.device, attend, work, q_BSHE, launchable(rows_TE), table_BP, spans, scale, attn_sink
+    )
+    out_BSHR = out_NR.view(batch, queries, heads, work.rank)
     lse_BHS = (
         lse_N.view(batch, heads, 1) if queries == 1 else lse_N.view(batch, queries, heads).transpose(1, 2)
     )
-    return (out_BSHR if rank == d_v else out_BSHR[..., :d_v].contiguous()), lse_BHS
+    return (out_BSHR if work.rank == d_v else out_BSHR[..., :d_v].contiguous()), lse_BHS
 
 
-def unsupported(q_BSHE: Tensor, kv_cache: Tensor, d_v: int, scale: float) -> str | None:
+@planned
+def _plan(known: Signature, causal: bool, d_v: int) -> Work | None:
+    """For q and kv_cache, cache_seqlens, block_table, indices, topk_length and attn_sink; None if there is nothing to
+    attend to."""
+    q, kv_cache, cache_seqlens, block_table, indices, topk_length, attn_sink = arguments(known)
+    check(q, kv_cache, cache_seqlens, block_table, causal, indices, topk_length, attn_sink, d_v)
+    if reason := unsupported(q, kv_cache, d_v, 1.0):
+        raise CannotError(f"The decode kernel cannot run: {reason}.")
+    batch, queries, heads, _ = q.shape
+    lists = (1,) if indices is None else indices.shape
+    table = (1,) if block_table is None else block_table.shape
+    if 0 in (*q.shape, *kv_cache.shape, *lists, *table):
+        return None
+    fp8, page = is_fp8(kv_cache), kv_cache.shape[1]
+    if indices is not None:  # each token is a request of its own, and its list a table of pages of one row
+        return work_for(q, d_v, heads, batch * queries, 1, page=1, capacity=lists[2], table=True, fp8=fp8)
+    capacity = page * (1 if block_table is None else table[1])
+    paged = block_table is not None
+    return work_for(q, d_v, heads, batch, queries, page=page, capacity=capacity, table=paged, fp8=fp8)
+
+
+def unsupported(q_BSHE: Tensor | Argument, kv_cache: Tensor | Argument, d_v: int, scale: float) -> str | None:
     """Why the kernels do not take these arguments, or None if they do."""
     if is_fp8(kv_cache) and q_BSHE.dtype != torch.bfloat16:
         return f"FP8 rows need bfloat16 queries, not {str(q_BSHE.dtype).removeprefix('torch.')}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +20,21 @@ from mla_convert.runtime.kernels import _dense_plan as programs
 from mla_convert.runtime.kernels._common import (
     DTYPES,
     LOG2E,
+    Argument,
+    Signature,
+    arguments,
     as_int32,
     compiled,
     launchable,
     launcher,
+    multiprocessors,
     pad_features,
+    planned,
     require,
+    run_on,
+    scale_problem,
+    signature,
+    unread,
 )
 from mla_convert.runtime.kernels._dense import BLOCK, PLAN_COLUMNS
 from mla_convert.runtime.kernels._dense_few import few_rows
@@ -87,51 +95,127 @@ def dense_mla(
         ValueError: Shapes that contradict each other.
     """
     kv_TE = kv_TE.squeeze(1) if kv_TE.ndim == 3 else kv_TE
-    _check(q_SHE, kv_TE, rows_S, starts, ends, attn_sink, d_v)
-    if reason := unsupported(q_SHE, d_v, scale):
+    work = _plan(signature(q_SHE, kv_TE, rows_S, starts, ends, attn_sink), d_v)
+    if reason := scale_problem(scale):
         raise CannotError(f"The dense attention kernel cannot run: {reason}.")
-    (queries, heads, width), tokens = q_SHE.shape, kv_TE.shape[0]
-    if not (queries and heads and tokens):
+    if work is None:
+        queries, heads, _ = q_SHE.shape
         lse_SH = q_SHE.new_full((queries, heads), -torch.inf, dtype=torch.float32)
         return q_SHE.new_zeros(queries, heads, d_v), lse_SH
 
     if rows_S is not None:
         ends = rows_S + 1
-    if ends is None:
-        ends = torch.arange(tokens - queries + 1, tokens + 1, dtype=torch.int32, device=q_SHE.device)
-    ends_S = launchable(as_int32(ends))
-    starts_S = torch.zeros_like(ends_S) if starts is None else launchable(as_int32(starts))
-    rank, rope = native(queries * heads, d_v, width - d_v)
-    spans = Spans(requests=1, queries_each=queries, starts_S=starts_S, ends_S=ends_S)
-    cache = Cache(launchable(pad_features(kv_TE, d_v, rank, rope)), page=tokens, capacity=tokens)
-    out_NR, lse_N = attend(q_SHE, cache, spans, scale, attn_sink, d_v=d_v, rank=rank, rope=rope)
-    out_SHR = out_NR.view(queries, heads, rank)
-    return (out_SHR if rank == d_v else out_SHR[..., :d_v].contiguous()), lse_N.view(queries, heads)
+    if starts is None and ends is None:
+        spans = Spans(torch.full((1,), work.capacity, dtype=torch.int32, device=work.device), causal=True)
+    else:
+        if ends is None:
+            tokens = work.capacity
+            ends = torch.arange(
+                tokens - work.queries_each + 1, tokens + 1, dtype=torch.int32, device=work.device
+            )
+        ends_S = launchable(as_int32(ends))
+        starts_S = torch.zeros_like(ends_S) if starts is None else launchable(as_int32(starts))
+        spans = Spans(starts_S=starts_S, ends_S=ends_S)
+    if work.padded:
+        q_SHE, kv_TE = (pad_features(x, d_v, work.rank, work.rope) for x in (q_SHE, kv_TE))
+    out_NR, lse_N = run_on(work.device, attend, work, q_SHE, launchable(kv_TE), None, spans, scale, attn_sink)
+    out_SHR = out_NR.view(work.queries_each, work.heads, work.rank)
+    lse_SH = lse_N.view(work.queries_each, work.heads)
+    return (out_SHR if work.rank == d_v else out_SHR[..., :d_v].contiguous()), lse_SH
 
 
-class Cache(NamedTuple):  # a tuple, as one is made in every call
-    """Rows [tokens, E], or [tokens, 656] bytes of ``fp8``, in pages.
+@planned
+def _plan(known: Signature, d_v: int) -> Work | None:
+    """For q, kv, rows_S, starts, ends and attn_sink; None if there is nothing to attend to."""
+    q, kv, *_ = given = arguments(known)
+    _check(*given, d_v)
+    if reason := unsupported(q, d_v, 1.0):
+        raise CannotError(f"The dense attention kernel cannot run: {reason}.")
+    (queries, heads, _), tokens = q.shape, kv.shape[0]
+    if not (queries and heads and tokens):
+        return None
+    return work_for(q, d_v, heads, 1, queries, page=tokens, capacity=tokens)
 
-    Token p of request b, p < ``capacity``, is row ``table_BP[b, p // page] * page + p % page``; without a table the
-    request itself is the page.
+
+class Work(NamedTuple):
+    """What the sizes of a call decide.
+
+    Token p of request b, p < ``capacity``, is row ``table_BP[b, p // page] * page + p % page`` of the cache; without
+    a table the request itself is the page.
     """
 
-    rows_TE: Tensor
+    device: torch.device
+    dtype: torch.dtype
+    heads: int
+    requests: int
+    queries_each: int
+    rows: int
+    rank: int  # native sizes
+    rope: int
+    padded: bool
+    fp8: bool  # rows of the cache are 656 bytes
     page: int
     capacity: int
-    table_BP: Tensor | None = None
-    fp8: bool = False
+    tile: int
+    lanes: int  # tiles side by side
+    items_each: int  # of a request
+    items: int
+    shares: int  # of the work
+    plan: Callable[..., None]
+    attend: Callable[..., None]
+    combine: Callable[..., None] | None
 
 
-class Spans(NamedTuple):
+def work_for(
+    q: Argument,
+    d_v: int,
+    heads: int,
+    requests: int,
+    queries_each: int,
+    *,
+    page: int,
+    capacity: int,
+    table: bool = False,
+    fp8: bool = False,
+) -> Work:
+    """How requests of so many queries each are shared out, and the kernels that attend to them."""
+    rows_each = queries_each * heads
+    rank, rope = native(rows_each, d_v, q.shape[-1] - d_v)
+    tile, lanes, items_each, shares = tiling(rows_each, q.device)
+    items = requests * items_each
+    # Tiles of 64 rows fetch whole blocks where none crosses a page.
+    blocks = tile == TILE and not fp8 and (not table or page % BLOCK == 0)
+    return Work(
+        q.device,
+        q.dtype,
+        heads,
+        requests,
+        queries_each,
+        requests * rows_each,
+        rank,
+        rope,
+        (rank, rope) != (d_v, q.shape[-1] - d_v),
+        fp8,
+        page,
+        capacity,
+        tile,
+        lanes,
+        items_each,
+        items,
+        shares,
+        _entry("plan"),
+        _entry("attend", tile, rank, rope, q.dtype, fp8, blocks),
+        _entry("combine", tile, rank, q.dtype, 8 if items * 8 <= shares else 1) if shares > 1 else None,
+    )
+
+
+class Spans(NamedTuple):  # a tuple, as one is made in every call
     """What each query of each request sees: [starts, ends) or, with lengths, all before the length.
 
     With ``causal`` the last query of a request sees its whole length and each query before it one token less.
     ``length`` is one that all requests have and the host knows.
     """
 
-    requests: int
-    queries_each: int
     lengths_B: Tensor | None = None
     causal: bool = False
     length: int | None = None
@@ -140,105 +224,88 @@ class Spans(NamedTuple):
 
 
 def attend(
+    work: Work,
     q: Tensor,
-    cache: Cache,
+    rows_TE: Tensor,
+    table_BP: Tensor | None,
     spans: Spans,
     scale: float,
     attn_sink: Tensor | None,
-    *,
-    d_v: int,
-    rank: int,
-    rope: int,
 ) -> tuple[Tensor, Tensor]:
-    """Plan, attend, combine: rows of ``q`` [..., H, E], request by request, to out [N, rank] and lse [N]."""
-    heads, device = q.shape[-2], q.device
-    q_NE = launchable(pad_features(q, d_v, rank, rope)).view(-1, rank + rope)
-    rows, requests = q_NE.shape[0], spans.requests
-    rows_each = spans.queries_each * heads
-    if requests * rows_each != rows:
-        raise ValueError(f"{rows} rows of {requests} requests with {spans.queries_each} x {heads} each")
-    tile, lanes, items_each, shares = tiling(rows_each, device)
-    items = requests * items_each
+    """Plan, attend, combine: rows of ``q`` [..., H, E], request by request, to out [N, rank] and lse [N].
 
-    # Each allocation and view costs the host as much as a launch: as few as can be.
-    part = torch.empty(2 * shares * lanes, tile, rank + 4, dtype=torch.float32, device=device)
-    out_NR = torch.empty(rows, rank, dtype=q.dtype, device=device)
+    q and the cache's rows are of native sizes; the device is the current one.
+    """
+    rows, rank, device = work.rows, work.rank, work.device
+    q_NE = launchable(q).view(rows, rank + work.rope)
+    # Sizes one by one, as torch takes half a microsecond longer to read them from a tuple.
+    part = torch.empty(2 * work.shares * work.lanes, work.tile, rank + 4, dtype=torch.float32, device=device)
+    out_NR = torch.empty(rows, rank, dtype=work.dtype, device=device)
     lse_N = torch.empty(rows, dtype=torch.float32, device=device)
-    sink_H = lse_N[:heads] if attn_sink is None else launchable(attn_sink.to(torch.float32))
-    values = scales = ropes = cache.rows_TE
-    if cache.fp8:
+    has_sink = int(attn_sink is not None)
+    sink_H = unread(device, work.heads) if attn_sink is None else launchable(attn_sink.to(torch.float32))
+    values = scales = ropes = rows_TE
+    if work.fp8:
         values, scales, ropes = (
             values.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float32, torch.bfloat16)
         )
-    # Tiles of 64 rows fetch whole blocks where none crosses a page.
-    blocks = tile == TILE and not cache.fp8 and (cache.table_BP is None or cache.page % BLOCK == 0)
-    with nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device):
-        plan = schedule(spans, cache.capacity, heads, tile * lanes, items_each, shares, device)
-        table = cache.table_BP
-        if table is None:  # never read, but it has to have a line for each request
-            table = plan[:requests]
-        _entry("attend", tile, rank, rope, q.dtype, cache.fp8, blocks)(
-            q_NE,
-            values,
-            scales,
-            ropes,
-            table,
+    plan = schedule(work, spans)
+    work.attend(
+        q_NE,
+        values,
+        scales,
+        ropes,
+        plan[: work.requests]
+        if table_BP is None
+        else table_BP,  # has a line for each request, though none is read
+        plan,
+        int(table_BP is not None),
+        work.page,
+        work.items,
+        work.shares,
+        work.items_each,
+        work.lanes,
+        sink_H,
+        has_sink,
+        scale * LOG2E,
+        out_NR,
+        lse_N,
+        part,
+    )
+    if work.combine is not None:
+        work.combine(
             plan,
-            int(cache.table_BP is not None),
-            cache.page,
-            items,
-            shares,
-            items_each,
-            lanes,
+            part,
             sink_H,
-            int(attn_sink is not None),
-            scale * LOG2E,
+            has_sink,
+            work.items,
+            work.shares,
+            work.queries_each * work.heads,
+            work.items_each,
+            work.lanes,
             out_NR,
             lse_N,
-            part,
         )
-        if shares > 1:
-            _entry("combine", tile, rank, q.dtype, 8 if items * 8 <= shares else 1)(
-                plan,
-                part,
-                sink_H,
-                int(attn_sink is not None),
-                items,
-                shares,
-                rows_each,
-                items_each,
-                lanes,
-                out_NR,
-                lse_N,
-            )
     return out_NR, lse_N
 
 
-def schedule(
-    spans: Spans,
-    capacity: int,
-    heads: int,
-    rows_item: int,
-    items_each: int,
-    shares: int,
-    device: torch.device,
-) -> Tensor:
+def schedule(work: Work, spans: Spans) -> Tensor:
     """The plan, int32 [lines, PLAN_COLUMNS]: made on the device in every call, but kept where the host knows lengths.
 
     What is kept is never freed, since a captured graph may read it, and is made before any stream goes on.
     """
-    requests = spans.requests
+    requests, device, rows_item = work.requests, work.device, work.tile * work.lanes
     key = None
     if spans.length is not None:
         key = (
             requests,
-            spans.queries_each,
+            work.queries_each,
             spans.causal,
             spans.length,
-            heads,
+            work.heads,
             rows_item,
-            items_each,
-            shares,
+            work.items_each,
+            work.shares,
             device,
         )
         if (kept := _schedules.get(key)) is not None:
@@ -250,22 +317,21 @@ def schedule(
         assert spans.starts_S is not None and spans.ends_S is not None
         starts, ends = spans.starts_S, spans.ends_S
         lengths = ends[:requests]
-    items = requests * items_each
-    lines = items + shares + 1 + requests * spans.queries_each
+    lines = work.items + work.shares + 1 + requests * work.queries_each
     plan = torch.empty(lines, PLAN_COLUMNS, dtype=torch.int32, device=device)
-    _entry("plan")(
+    work.plan(
         lengths,
         starts,
         ends,
         int(spans.ends_S is None),
         int(spans.causal),
-        heads,
-        spans.queries_each,
+        work.heads,
+        work.queries_each,
         rows_item,
-        items_each,
-        items,
-        shares,
-        capacity,
+        work.items_each,
+        work.items,
+        work.shares,
+        work.capacity,
         plan,
     )
     if key is not None and len(_schedules) < MOST_SCHEDULES and not torch.cuda.is_current_stream_capturing():
@@ -290,12 +356,7 @@ def tiling(rows_each: int, device: torch.device) -> tuple[int, int, int, int]:
     """For requests of so many rows: rows of a tile, tiles side by side, items of a request, and shares of the work."""
     tile = tile_rows(rows_each)
     lanes = lanes_of(-(-rows_each // tile))
-    return tile, lanes, -(-rows_each // (tile * lanes)), max(_multiprocessors(device) // lanes, 1)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return tile, lanes, -(-rows_each // (tile * lanes)), max(multiprocessors(device) // lanes, 1)
 
 
 def tile_rows(rows: int) -> int:
@@ -319,17 +380,13 @@ def native(rows: int, d_v: int, rope: int) -> tuple[int, int]:
     return -(-d_v // 64) * 64, -(-rope // 32) * 32
 
 
-def unsupported(q: Tensor, d_v: int, scale: float) -> str | None:
+def unsupported(q: Tensor | Argument, d_v: int, scale: float) -> str | None:
     """Why the kernels do not take these arguments, or None if they do."""
-    if not 0 < scale < float("inf"):
-        return f"scale {scale} is not a positive number"
-    return _unsupported(q.dtype, d_v, q.shape[-1] - d_v)
-
-
-@functools.lru_cache(maxsize=1024)
-def _unsupported(dtype: torch.dtype, d_v: int, rope: int) -> str | None:
-    if dtype not in DTYPES:
-        return f"dtype {str(dtype).removeprefix('torch.')} is neither bfloat16 nor float16"
+    if reason := scale_problem(scale):
+        return reason
+    if q.dtype not in DTYPES:
+        return f"dtype {str(q.dtype).removeprefix('torch.')} is neither bfloat16 nor float16"
+    rope = q.shape[-1] - d_v
     rank, padded = native(FEW + 1, d_v, rope)
     if rank > MAX_RANK or rank + padded > MAX_WIDTH:
         return f"{d_v} + {rope} dims a token, more than {MAX_RANK} for values or {MAX_WIDTH} in all"
@@ -374,12 +431,12 @@ def combine_kernel(tile: int, rank: int, dtype: torch.dtype, warps: int) -> Any:
 
 
 def _check(
-    q_SHE: Tensor,
-    kv_TE: Tensor,
-    rows_S: Tensor | None,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    attn_sink: Tensor | None,
+    q_SHE: Argument,
+    kv_TE: Argument,
+    rows_S: Argument | None,
+    starts: Argument | None,
+    ends: Argument | None,
+    attn_sink: Argument | None,
     d_v: int,
 ) -> None:
     """Raise ValueError for shapes, dtypes or devices that do not belong together."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,12 +22,21 @@ from mla_convert.runtime.kernels import _sparse_mla as programs
 from mla_convert.runtime.kernels._common import (
     DTYPES,
     LOG2E,
+    Argument,
+    Signature,
+    arguments,
     as_int32,
     compiled,
     launchable,
     launcher,
+    multiprocessors,
     pad_features,
+    planned,
     require,
+    run_on,
+    scale_problem,
+    signature,
+    unread,
 )
 from mla_convert.runtime.kernels._sparse_mla_few import few_heads
 from mla_convert.runtime.kernels._sparse_mla_many import many_heads
@@ -76,94 +85,167 @@ def sparse_mla(
     """
     kv_TE = kv_TE.squeeze(1) if kv_TE.ndim == 3 else kv_TE
     indices_SK = indices_SK.squeeze(1) if indices_SK.ndim == 3 else indices_SK
-    _check(q_SHE, kv_TE, indices_SK, topk_length, attn_sink, d_v)
-    if reason := unsupported(q_SHE, d_v, scale):
+    plan = _plan(signature(q_SHE, kv_TE, indices_SK, topk_length, attn_sink), d_v)
+    if reason := scale_problem(scale):
         raise CannotError(f"The sparse attention kernel cannot run: {reason}.")
-    (queries, heads, width), tokens, entries = q_SHE.shape, kv_TE.shape[0], indices_SK.shape[1]
-    if not (queries and heads and tokens and entries):
+    if plan is None:
+        queries, heads, _ = q_SHE.shape
         lse_SH = q_SHE.new_full((queries, heads), -torch.inf, dtype=torch.float32)
         return q_SHE.new_zeros(queries, heads, d_v), lse_SH
 
-    rank, rope = native(heads, d_v, width - d_v)
-    q_SHE = launchable(pad_features(q_SHE, d_v, rank, rope))
-    kv_TE = launchable(pad_features(kv_TE, d_v, rank, rope))
+    if plan.padded:
+        q_SHE, kv_TE = (pad_features(x, d_v, plan.rank, plan.rope) for x in (q_SHE, kv_TE))
+    q_SHE, kv_TE = launchable(q_SHE), launchable(kv_TE)
     indices_SK = launchable(as_int32(indices_SK))
-    out_SHR = torch.empty(queries, heads, rank, dtype=q_SHE.dtype, device=q_SHE.device)
-    lse_SH = torch.empty(queries, heads, dtype=torch.float32, device=q_SHE.device)
-    sink_H = lse_SH[0] if attn_sink is None else launchable(attn_sink.to(torch.float32))
     limits_S = None if topk_length is None else launchable(as_int32(topk_length))
-    launch = functools.partial(
-        _launch, q_SHE, kv_TE, indices_SK, limits_S, sink_H, attn_sink is not None, scale, out_SHR, lse_SH
+    sink_H = None if attn_sink is None else launchable(attn_sink.to(torch.float32))
+    out_SHR, lse_SH = run_on(plan.device, _launch, plan, q_SHE, kv_TE, indices_SK, limits_S, sink_H, scale)
+    return (out_SHR if plan.rank == d_v else out_SHR[..., :d_v].contiguous()), lse_SH
+
+
+class _Share(NamedTuple):
+    """Some queries of a call, and the launch or two that attend to their lists: what ``_share`` decides."""
+
+    queries: slice
+    rows: int  # of results: a part of a list for each query, ``parts`` of them
+    parts: int
+    grid: int
+    paired: bool
+    attend: Callable[..., None]
+    combine: Callable[..., None] | None
+
+
+class _Plan(NamedTuple):
+    """What the sizes of a call decide."""
+
+    device: torch.device
+    dtype: torch.dtype
+    queries: int
+    heads: int
+    tokens: int
+    rank: int
+    rope: int
+    padded: bool
+    lengths: Callable[..., None]
+    shares: tuple[_Share, ...]
+
+
+@planned
+def _plan(known: Signature, d_v: int) -> _Plan | None:
+    """For q, kv, indices, topk_length and attn_sink; None if there is nothing to attend to."""
+    q, kv, indices, topk_length, attn_sink = arguments(known)
+    _check(q, kv, indices, topk_length, attn_sink, d_v)
+    if reason := unsupported(q, d_v, 1.0):
+        raise CannotError(f"The sparse attention kernel cannot run: {reason}.")
+    (queries, heads, width), tokens, entries = q.shape, kv.shape[0], indices.shape[1]
+    if not (queries and heads and tokens and entries):
+        return None
+    rank, rope = native(heads, d_v, width - d_v)
+    whole, parts, rest_parts = _division(
+        queries, heads, -(-entries // programs.BLOCK), multiprocessors(q.device)
     )
-    if q_SHE.device.index == torch.cuda.current_device():
-        launch()
-    else:
-        with torch.cuda.device(q_SHE.device):
-            launch()
-    return (out_SHR if rank == d_v else out_SHR[..., :d_v].contiguous()), lse_SH
+    shares = [_share(slice(0, whole), parts, heads, rank, rope, q)]
+    if whole < queries:
+        shares.append(_share(slice(whole, queries), rest_parts, heads, rank, rope, q))
+    return _Plan(
+        q.device,
+        q.dtype,
+        queries,
+        heads,
+        tokens,
+        rank,
+        rope,
+        (rank, rope) != (d_v, width - d_v),
+        _entry("lengths"),
+        tuple(shares),
+    )
+
+
+def _share(rows: slice, parts: int, heads: int, rank: int, rope: int, q: Argument) -> _Share:
+    """How ``rows`` are attended to, ``parts`` thread blocks a list."""
+    queries, width = rows.stop - rows.start, multiprocessors(q.device)
+    paired = parts == 1 and _paired(heads, queries, width)
+    return _Share(
+        rows,
+        queries * parts,
+        parts,
+        min(queries * parts * _tiles(heads), width),
+        paired,
+        _entry("pairs", rank, rope, q.dtype)
+        if paired
+        else _entry("attend", heads, rank, rope, q.dtype, parts > 1),
+        _entry("combine", rank, q.dtype) if parts > 1 else None,
+    )
 
 
 def _launch(
+    plan: _Plan,
     q_SHE: Tensor,
     kv_TE: Tensor,
     indices_SK: Tensor,
     limits_S: Tensor | None,
-    sink_H: Tensor,
-    has_sink: bool,
+    sink_H: Tensor | None,
     scale: float,
-    out_SHR: Tensor,
-    lse_SH: Tensor,
-) -> None:
+) -> tuple[Tensor, Tensor]:
     """Run the kernels on tensors of native sizes, all of them packed, on the current device."""
-    queries, heads, _ = out_SHR.shape
-    multiprocessors = _multiprocessors(q_SHE.device)
-    lengths_S = list_lengths(indices_SK, limits_S, kv_TE.shape[0])
-    attend = functools.partial(_attend, kv_TE, sink_H, int(has_sink), scale * LOG2E, multiprocessors)
-    whole, whole_parts, rest_parts = _plan(
-        queries, heads, -(-indices_SK.shape[1] // programs.BLOCK), multiprocessors
+    queries, heads, rank, device = plan.queries, plan.heads, plan.rank, plan.device
+    # Sizes one by one, here and below: torch takes half a microsecond longer to read them from a tuple.
+    lengths_S = torch.empty(queries, dtype=torch.int32, device=device)
+    out_SHR = torch.empty(queries, heads, rank, dtype=plan.dtype, device=device)
+    lse_SH = torch.empty(queries, heads, dtype=torch.float32, device=device)
+    plan.lengths(
+        indices_SK,
+        lengths_S if limits_S is None else limits_S,
+        plan.tokens,
+        int(limits_S is not None),
+        lengths_S,
     )
-    rows = (q_SHE, indices_SK, lengths_S, out_SHR, lse_SH)
-    if whole == queries:
-        attend(whole_parts, *rows)
+    common = (
+        kv_TE,
+        unread(device, heads) if sink_H is None else sink_H,
+        int(sink_H is not None),
+        scale * LOG2E,
+    )
+    first, *rest = plan.shares
+    if not rest:
+        _attend(first, *common, q_SHE, indices_SK, lengths_S, out_SHR, lse_SH)
     else:
-        attend(whole_parts, *(tensor[:whole] for tensor in rows))
-        attend(rest_parts, *(tensor[whole:] for tensor in rows))
+        for share in plan.shares:
+            rows = (x[share.queries] for x in (q_SHE, indices_SK, lengths_S, out_SHR, lse_SH))
+            _attend(share, *common, *rows)
+    return out_SHR, lse_SH
 
 
 def _attend(
+    share: _Share,
     kv_TE: Tensor,
     sink_H: Tensor,
     has_sink: int,
     scale: float,
-    multiprocessors: int,
-    parts: int,
     q_SHE: Tensor,
     indices_SK: Tensor,
     lengths_S: Tensor,
     out_SHR: Tensor,
     lse_SH: Tensor,
 ) -> None:
-    """One launch of the attention kernel, and the merge if ``parts`` thread blocks share a list."""
-    queries, heads, rank = out_SHR.shape
-    rope, dtype = q_SHE.shape[2] - rank, q_SHE.dtype
-    rows = queries * parts
-    grid = min(rows * _tiles(heads), multiprocessors)
-    if parts == 1 and _paired(heads, queries, multiprocessors):
-        attend = _entry("pairs", rank, rope, dtype)
-        attend(q_SHE, kv_TE, indices_SK, lengths_S, grid, sink_H, has_sink, scale, out_SHR, lse_SH)
+    """One launch of the attention kernel, and the merge if several thread blocks share a list."""
+    if share.paired:
+        share.attend(
+            q_SHE, kv_TE, indices_SK, lengths_S, share.grid, sink_H, has_sink, scale, out_SHR, lse_SH
+        )
         return
-    attend = _entry("attend", heads, rank, rope, dtype, parts > 1)
-    inputs = (q_SHE, kv_TE, indices_SK, lengths_S, grid, parts, sink_H)
-    if parts == 1:
-        attend(*inputs, has_sink, scale, out_SHR, lse_SH)
+    inputs = (q_SHE, kv_TE, indices_SK, lengths_S, share.grid, share.parts, sink_H)
+    if share.combine is None:
+        share.attend(*inputs, has_sink, scale, out_SHR, lse_SH)
         return
-    part_PHR = torch.empty(rows, heads, rank, dtype=torch.float32, device=q_SHE.device)
-    part_lse_PH = torch.empty(rows, heads, dtype=torch.float32, device=q_SHE.device)
-    attend(*inputs, 0, scale, part_PHR, part_lse_PH)
-    _entry("combine", rank, dtype)(part_PHR, part_lse_PH, sink_H, has_sink, parts, out_SHR, lse_SH)
+    _, heads, rank = out_SHR.shape
+    part_PHR = torch.empty(share.rows, heads, rank, dtype=torch.float32, device=out_SHR.device)
+    part_lse_PH = torch.empty(share.rows, heads, dtype=torch.float32, device=out_SHR.device)
+    share.attend(*inputs, 0, scale, part_PHR, part_lse_PH)
+    share.combine(part_PHR, part_lse_PH, sink_H, has_sink, share.parts, out_SHR, lse_SH)
 
 
-def _plan(queries: int, heads: int, blocks: int, multiprocessors: int) -> tuple[int, int, int]:
+def _division(queries: int, heads: int, blocks: int, multiprocessors: int) -> tuple[int, int, int]:
     """How many queries go first, the thread blocks that share a list of theirs, and of the rest's.
 
     4096 queries of 64 heads on 132 multiprocessors are 31 for each and 4 over, which would keep 4 of them busy for
@@ -203,12 +285,6 @@ def _entry(what: str, *key: Any) -> Callable[..., None]:
     return launcher(builders[what](*key))
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@functools.lru_cache(maxsize=4096)
 def _parts(rows: int, blocks: int, multiprocessors: int) -> int:
     """How many thread blocks share a list: what fills the GPU soonest, in units of one block of 64 keys.
 
@@ -224,7 +300,7 @@ def _cost(rows: int, blocks: int, multiprocessors: int, parts: int) -> int:
     return -(-rows * parts // multiprocessors) * (-(-blocks // parts) + 3) + (4 if parts > 1 else 0)
 
 
-def unsupported(q_SHE: Tensor, d_v: int, scale: float) -> str | None:
+def unsupported(q_SHE: Tensor | Argument, d_v: int, scale: float) -> str | None:
     """Why the kernels do not take these arguments, or None if they do."""
     heads, width = q_SHE.shape[1:]
     if q_SHE.dtype not in DTYPES:
@@ -232,9 +308,7 @@ def unsupported(q_SHE: Tensor, d_v: int, scale: float) -> str | None:
     rank, rope = native(heads, d_v, width - d_v)
     if rank > MAX_RANK or rank + rope > MAX_WIDTH:
         return f"{d_v} + {width - d_v} dims a token, more than {MAX_RANK} for values or {MAX_WIDTH} in all"
-    if not 0 < scale < float("inf"):
-        return f"scale {scale} is not a positive number"
-    return None
+    return scale_problem(scale)
 
 
 def compile_for(heads: int, rank: int, rope: int, dtype: torch.dtype, split: bool = False) -> Any:
@@ -303,27 +377,14 @@ def native(heads: int, d_v: int, rope: int) -> tuple[int, int]:
 
 
 def _check(
-    q_SHE: Tensor,
-    kv_TE: Tensor,
-    indices_SK: Tensor,
-    topk_length: Tensor | None,
-    attn_sink: Tensor | None,
+    q_SHE: Argument,
+    kv_TE: Argument,
+    indices_SK: Argument,
+    topk_length: Argument | None,
+    attn_sink: Argument | None,
     d_v: int,
 ) -> None:
     """Raise ValueError for shapes, dtypes or devices that do not belong together."""
-    # Messages are costly to build: with few queries, a call's checks would take longer than its kernel.
-    if (
-        q_SHE.ndim == 3
-        and kv_TE.ndim == indices_SK.ndim == 2
-        and kv_TE.shape[1] == q_SHE.shape[2]
-        and kv_TE.dtype == q_SHE.dtype
-        and indices_SK.shape[0] == q_SHE.shape[0]
-        and 0 < d_v <= q_SHE.shape[2]
-        and kv_TE.device == indices_SK.device == q_SHE.device
-        and topk_length is None
-        and attn_sink is None
-    ):
-        return
     require(
         q_SHE.ndim == 3 and kv_TE.ndim == 2 and indices_SK.ndim == 2,
         f"q {list(q_SHE.shape)}, kv {list(kv_TE.shape)}, indices {list(indices_SK.shape)}:"
