@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import tilelang
 import torch
@@ -228,7 +228,7 @@ def planned(plan: Callable[_P, _R]) -> Callable[_P, _R]:
     that it belongs to no stream, graph or thread. An error is not kept, but found again. The ``PLANS`` plans used
     last are kept as long as the process runs.
     """
-    return functools.lru_cache(maxsize=PLANS)(plan)
+    return cast(Callable[_P, _R], functools.lru_cache(maxsize=PLANS)(plan))
 
 
 def run_on(device: torch.device, run: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -245,9 +245,9 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
-def unread(device: torch.device, *shape: int) -> Tensor:
-    """A float32 tensor for a parameter that a kernel has and does not read; kept as long as the process runs."""
-    return torch.empty(shape, dtype=torch.float32, device=device)
+def unread(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
+    """A tensor for a parameter that a kernel has and does not read; kept as long as the process runs."""
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def launchable(tensor: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def logits(slots: int, dim: int, dtype: str, share: bool, scaled: bool) -> Any:
     unit = 16 if dtype == "float8_e4m3fn" else 8  # elements of one 16-byte copy
     stages = 6 if share else 8
     stride = 1 if share else 2  # a consumer takes every block of keys, or every other one
-    queries, keys, heads, scales = T.dynamic("queries, keys, heads, scales")
+    queries, keys, heads, scales, starts, ends = T.dynamic("queries, keys, heads, scales, starts, ends")
 
     @T.macro
     def multiply(k_sh, q_sh, full, step, score, column):
@@ -158,8 +158,10 @@ def logits(slots: int, dim: int, dtype: str, share: bool, scaled: bool) -> Any:
         K: T.Tensor([keys, dim], dtype),
         Weights: T.Tensor([queries, heads], "float32"),
         Scales: T.Tensor([scales], "float32"),
-        Starts: T.Tensor([queries], "int32"),
-        Ends: T.Tensor([queries], "int32"),
+        Starts: T.Tensor([starts], "int32"),
+        Ends: T.Tensor([ends], "int32"),
+        use_starts: T.int32,
+        use_ends: T.int32,
         span: T.int32,
         spans: T.int32,
         fill: T.int32,
@@ -200,8 +202,11 @@ def logits(slots: int, dim: int, dtype: str, share: bool, scaled: bool) -> Any:
                 start_sh[thread] = 0
                 end_sh[thread] = 0
                 if first + thread < queries:
-                    start_sh[thread] = T.max(Starts[first + thread], 0)
-                    end_sh[thread] = T.min(Ends[first + thread], keys)
+                    end_sh[thread] = keys
+                    if use_starts != 0:
+                        start_sh[thread] = T.max(Starts[first + thread], 0)
+                    if use_ends != 0:
+                        end_sh[thread] = T.min(Ends[first + thread], keys)
             T.sync_threads()
             # The keys that any of the queries needs; a query behind the end has an empty range.
             lowest = 2147483647

@@ -78,10 +78,13 @@ def select(threads: int, blocks: int, loads: int, *, values: bool = False, mappe
         loads: Entries that a thread has in flight.
         values: Also write the selected logits, -inf behind the last.
         mapped: Entry t of a row stands for key Map[row, t], not t.
+
+    Neither ``Starts``, ``Ends`` nor ``Map`` is read where the flag says so.
     """
     warps = threads // 32
     each_bins = BINS // threads
-    rows, elements, queries, width, columns = T.dynamic("rows, elements, queries, width, columns")
+    rows, elements, width, columns = T.dynamic("rows, elements, width, columns")
+    starts, ends, maps = T.dynamic("starts, ends, maps")
 
     @T.macro
     def clear(hist, thread):
@@ -174,9 +177,11 @@ def select(threads: int, blocks: int, loads: int, *, values: bool = False, mappe
     @T.prim_func
     def select_topk_kernel(
         Logits: T.Tensor([elements], "int32"),
-        Starts: T.Tensor([queries], "int32"),
-        Ends: T.Tensor([queries], "int32"),
-        Map: T.Tensor([queries, columns], "int32"),
+        Starts: T.Tensor([starts], "int32"),
+        Ends: T.Tensor([ends], "int32"),
+        use_starts: T.int32,
+        use_ends: T.int32,
+        Map: T.Tensor([maps, columns], "int32"),
         stride: T.int64,
         keys: T.int32,
         span: T.int32,
@@ -209,8 +214,14 @@ def select(threads: int, blocks: int, loads: int, *, values: bool = False, mappe
             # The last queries have the longest causal ranges, so they go first.
             row = rows - 1 - block
             query = row // parts
-            begin = T.max(Starts[query], 0) + row % parts * span
-            length = T.max(T.min(T.min(Ends[query], keys) - begin, span), 0)
+            begin = 0
+            if use_starts != 0:
+                begin = T.max(Starts[query], 0)
+            begin = begin + row % parts * span
+            length = keys
+            if use_ends != 0:
+                length = T.min(Ends[query], keys)
+            length = T.max(T.min(length - begin, span), 0)
             base = T.cast(query, "int64") * stride + begin
 
             state[VSHIFT] = FIRST_SHIFT

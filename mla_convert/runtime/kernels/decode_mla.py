@@ -12,7 +12,6 @@ from torch import Tensor
 from mla_convert.errors import CannotError
 from mla_convert.runtime.decode import check
 from mla_convert.runtime.kernels._common import (
-    Argument,
     Signature,
     arguments,
     as_int32,
@@ -99,19 +98,19 @@ def _plan(known: Signature, causal: bool, d_v: int) -> Work | None:
     if reason := unsupported(q, kv_cache, d_v, 1.0):
         raise CannotError(f"The decode kernel cannot run: {reason}.")
     batch, queries, heads, _ = q.shape
-    lists = (1,) if indices is None else indices.shape
-    table = (1,) if block_table is None else block_table.shape
-    if 0 in (*q.shape, *kv_cache.shape, *lists, *table):
+    given = [x.shape for x in (q, kv_cache, block_table, indices) if x is not None]
+    if any(0 in shape for shape in given):
         return None
     fp8, page = is_fp8(kv_cache), kv_cache.shape[1]
     if indices is not None:  # each token is a request of its own, and its list a table of pages of one row
-        return work_for(q, d_v, heads, batch * queries, 1, page=1, capacity=lists[2], table=True, fp8=fp8)
-    capacity = page * (1 if block_table is None else table[1])
+        tokens, entries = batch * queries, indices.shape[2]
+        return work_for(q, d_v, heads, tokens, 1, page=1, capacity=entries, table=True, fp8=fp8)
     paged = block_table is not None
+    capacity = page * (block_table.shape[1] if paged else 1)
     return work_for(q, d_v, heads, batch, queries, page=page, capacity=capacity, table=paged, fp8=fp8)
 
 
-def unsupported(q_BSHE: Tensor | Argument, kv_cache: Tensor | Argument, d_v: int, scale: float) -> str | None:
+def unsupported(q_BSHE: Tensor, kv_cache: Tensor, d_v: int, scale: float) -> str | None:
     """Why the kernels do not take these arguments, or None if they do."""
     if is_fp8(kv_cache) and q_BSHE.dtype != torch.bfloat16:
         return f"FP8 rows need bfloat16 queries, not {str(q_BSHE.dtype).removeprefix('torch.')}"

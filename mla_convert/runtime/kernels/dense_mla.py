@@ -127,8 +127,8 @@ def dense_mla(
 @planned
 def _plan(known: Signature, d_v: int) -> Work | None:
     """For q, kv, rows_S, starts, ends and attn_sink; None if there is nothing to attend to."""
-    q, kv, *_ = given = arguments(known)
-    _check(*given, d_v)
+    q, kv, rows_S, starts, ends, attn_sink = arguments(known)
+    _check(q, kv, rows_S, starts, ends, attn_sink, d_v)
     if reason := unsupported(q, d_v, 1.0):
         raise CannotError(f"The dense attention kernel cannot run: {reason}.")
     (queries, heads, _), tokens = q.shape, kv.shape[0]
@@ -243,7 +243,11 @@ def attend(
     out_NR = torch.empty(rows, rank, dtype=work.dtype, device=device)
     lse_N = torch.empty(rows, dtype=torch.float32, device=device)
     has_sink = int(attn_sink is not None)
-    sink_H = unread(device, work.heads) if attn_sink is None else launchable(attn_sink.to(torch.float32))
+    sink_H = (
+        unread(torch.float32, device, work.heads)
+        if attn_sink is None
+        else launchable(attn_sink.to(torch.float32))
+    )
     values = scales = ropes = rows_TE
     if work.fp8:
         values, scales, ropes = (

@@ -7,7 +7,9 @@ Shapes: S queries, T keys, I indexer heads, J indexer dims.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +17,19 @@ from torch import Tensor
 from mla_convert.errors import CannotError
 from mla_convert.runtime.kernels._common import (
     DTYPES,
+    Argument,
+    Signature,
+    arguments,
     as_int32,
     compiled,
     launchable,
+    launcher,
     pad_features,
+    planned,
     require,
+    run_on,
+    signature,
+    unread,
 )
 from mla_convert.runtime.kernels._indexer_logits import BLOCK, COLUMNS, logits
 
@@ -58,17 +68,44 @@ def indexer_logits(
         CannotError: A size or dtype that the kernel does not take; ``unsupported`` says which.
         ValueError: Shapes that contradict each other.
     """
-    check(q_SIJ, k_TJ, weights_SI, starts, ends, q_scale, k_scale)
-    if reason := unsupported(q_SIJ):
-        raise CannotError(f"The indexer kernel cannot run: {reason}.")
-    queries, keys = q_SIJ.shape[0], k_TJ.shape[0]
-    logits_ST = torch.empty(queries, keys, dtype=torch.float32, device=q_SIJ.device)
-    if queries and keys:
-        launch(q_SIJ, k_TJ, weights_SI, starts, ends, q_scale, k_scale, logits_ST, fill=True)
+    plan = plan_for(signature(q_SIJ, k_TJ, weights_SI, starts, ends, q_scale, k_scale))
+    logits_ST = torch.empty(plan.queries, plan.keys, dtype=torch.float32, device=plan.device)
+    launch(plan, q_SIJ, k_TJ, weights_SI, starts, ends, q_scale, k_scale, logits_ST, fill=True)
     return logits_ST
 
 
+class Plan(NamedTuple):
+    """What the sizes of a call decide."""
+
+    device: torch.device
+    queries: int
+    keys: int
+    dim: int
+    native: int  # dims that the kernel runs
+    span: int
+    spans: int
+    run: Callable[..., None] | None  # None: there is nothing to score
+
+
+@planned
+def plan_for(known: Signature) -> Plan:
+    """For the tensors of ``indexer_logits``, in its order; raises its errors."""
+    q, k, *_, k_scale = given = arguments(known)
+    _check(*given)
+    if reason := unsupported(q):
+        raise CannotError(f"The indexer kernel cannot run: {reason}.")
+    (queries, heads, dim), keys = q.shape, k.shape[0]
+    unit = 16 // q.dtype.itemsize
+    padded = -(-dim // unit) * unit
+    if not (queries and keys):
+        return Plan(q.device, queries, keys, dim, padded, 0, 0, None)
+    share = queries > COLUMNS // _slots(heads)
+    run = _entry(heads, padded, q.dtype, share, k_scale is not None)
+    return Plan(q.device, queries, keys, dim, padded, *_spans(queries, heads, keys), run)
+
+
 def launch(
+    plan: Plan,
     q_SIJ: Tensor,
     k_TJ: Tensor,
     weights_SI: Tensor,
@@ -80,32 +117,43 @@ def launch(
     *,
     fill: bool,
 ) -> None:
-    """``indexer_logits`` into ``logits_ST``, for arguments that have been checked.
+    """``indexer_logits`` into ``logits_ST``, by the plan for these arguments.
 
     ``fill`` False leaves most of what lies outside the queries' ranges unwritten: whoever reads only what is inside
     saves the time.
     """
-    (queries, heads, dim), keys = q_SIJ.shape, k_TJ.shape[0]
-    unit = 16 // q_SIJ.element_size()
-    padded = -(-dim // unit) * unit
-    q_SIJ = launchable(pad_features(q_SIJ, dim, padded, 0))
-    k_TJ = launchable(pad_features(k_TJ, dim, padded, 0))
+    if plan.run is None:
+        return
+    if plan.dim != plan.native:
+        q_SIJ, k_TJ = (pad_features(x, plan.dim, plan.native, 0) for x in (q_SIJ, k_TJ))
     weights_SI = weights_SI.to(torch.float32)
     if q_scale is not None:
         weights_SI = weights_SI * q_scale
-    weights_SI = launchable(weights_SI)
-    first_S = torch.zeros(queries, dtype=torch.int32, device=q_SIJ.device) if starts is None else starts
-    last_S = torch.full_like(first_S, keys) if ends is None else ends
-    first_S, last_S = launchable(as_int32(first_S)), launchable(as_int32(last_S))
-    scale_T = weights_SI.view(-1) if k_scale is None else launchable(k_scale.to(torch.float32))
-    share = queries > COLUMNS // _slots(heads)
-    span, spans = _spans(queries, heads, keys)
-    with torch.cuda.device(q_SIJ.device):
-        kernel = compile_for(heads, padded, q_SIJ.dtype, share=share, scaled=k_scale is not None)
-        kernel(q_SIJ, k_TJ, weights_SI, scale_T, first_S, last_S, span, spans, int(fill), logits_ST)
+    nowhere = unread(torch.int32, plan.device, 1)
+    run_on(
+        plan.device,
+        plan.run,
+        launchable(q_SIJ),
+        launchable(k_TJ),
+        launchable(weights_SI),
+        unread(torch.float32, plan.device, 1) if k_scale is None else launchable(k_scale.to(torch.float32)),
+        nowhere if starts is None else launchable(as_int32(starts)),
+        nowhere if ends is None else launchable(as_int32(ends)),
+        int(starts is not None),
+        int(ends is not None),
+        plan.span,
+        plan.spans,
+        int(fill),
+        logits_ST,
+    )
 
 
-def unsupported(q_SIJ: Tensor) -> str | None:
+@functools.cache
+def _entry(heads: int, dim: int, dtype: torch.dtype, share: bool, scaled: bool) -> Callable[..., None]:
+    return launcher(compile_for(heads, dim, dtype, share=share, scaled=scaled))
+
+
+def unsupported(q_SIJ: Tensor | Argument) -> str | None:
     """Why the kernel does not take these queries, or None if it does."""
     heads, dim = q_SIJ.shape[1:]
     if q_SIJ.dtype not in TAKES:
@@ -142,14 +190,14 @@ def _spans(queries: int, heads: int, keys: int) -> tuple[int, int]:
     return span, -(-steps // span)
 
 
-def check(
-    q_SIJ: Tensor,
-    k_TJ: Tensor,
-    weights_SI: Tensor,
-    starts: Tensor | None,
-    ends: Tensor | None,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
+def _check(
+    q_SIJ: Argument,
+    k_TJ: Argument,
+    weights_SI: Argument,
+    starts: Argument | None,
+    ends: Argument | None,
+    q_scale: Argument | None,
+    k_scale: Argument | None,
 ) -> None:
     """Raise ValueError if the arguments of ``indexer_logits`` contradict each other."""
     require(

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_convert.errors import CannotError
 from mla_convert.runtime.kernels import indexer_logits as scoring
+from mla_convert.runtime.kernels._common import signature
 from mla_convert.runtime.kernels.topk import select_topk
 
 WORKSPACE_BYTES = 1 << 30
@@ -36,36 +36,25 @@ def indexer_select(
     Returns:
         int32 [S, min(topk, T)]: the keys of each query in ascending order, then -1 where fewer were selected.
     """
-    scoring.check(q_SIJ, k_TJ, weights_SI, starts, ends, q_scale, k_scale)
-    if reason := unsupported(q_SIJ):
-        raise CannotError(f"The indexer kernel cannot run: {reason}.")
-    queries, keys = q_SIJ.shape[0], k_TJ.shape[0]
-    rows = max(1, min(queries, WORKSPACE_BYTES // (4 * max(keys, 1))))
-    if rows == queries:  # one chunk: what select_topk returns is the result
-        chunks = [slice(0, queries)]
-    else:
-        chunks = [slice(first, min(first + rows, queries)) for first in range(0, queries, rows)]
-    workspace_RT = torch.empty(rows, keys, dtype=torch.float32, device=q_SIJ.device)
+    plan = scoring.plan_for(signature(q_SIJ, k_TJ, weights_SI, starts, ends, q_scale, k_scale))
+    rows = min(plan.queries, max(1, WORKSPACE_BYTES // (4 * max(plan.keys, 1))))
+    workspace_RT = torch.empty(rows, plan.keys, dtype=torch.float32, device=plan.device)
+    if rows == plan.queries:  # one chunk: what select_topk returns is the result
+        scoring.launch(
+            plan, q_SIJ, k_TJ, weights_SI, starts, ends, q_scale, k_scale, workspace_RT, fill=False
+        )
+        return select_topk(workspace_RT, topk, starts=starts, ends=ends)
     found = []
-    for part in chunks:
-        logits_ST = workspace_RT[: part.stop - part.start]
+    for first in range(0, plan.queries, rows):
+        part = slice(first, min(first + rows, plan.queries))
         starts_S, ends_S, scale_SI = (
             None if each is None else each[part] for each in (starts, ends, q_scale)
         )
-        if logits_ST.numel():
-            scoring.launch(
-                q_SIJ[part],
-                k_TJ,
-                weights_SI[part],
-                starts_S,
-                ends_S,
-                scale_SI,
-                k_scale,
-                logits_ST,
-                fill=False,
-            )
+        some = (q_SIJ[part], k_TJ, weights_SI[part], starts_S, ends_S, scale_SI, k_scale)
+        logits_ST = workspace_RT[: part.stop - part.start]
+        scoring.launch(scoring.plan_for(signature(*some)), *some, logits_ST, fill=False)
         found.append(select_topk(logits_ST, topk, starts=starts_S, ends=ends_S))
-    return found[0] if len(found) == 1 else torch.cat(found)
+    return torch.cat(found)
 
 
 def unsupported(q_SIJ: Tensor) -> str | None:

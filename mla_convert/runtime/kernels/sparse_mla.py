@@ -202,7 +202,7 @@ def _launch(
     )
     common = (
         kv_TE,
-        unread(device, heads) if sink_H is None else sink_H,
+        unread(torch.float32, device, heads) if sink_H is None else sink_H,
         int(sink_H is not None),
         scale * LOG2E,
     )

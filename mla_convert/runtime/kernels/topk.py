@@ -16,13 +16,26 @@ Shapes: S queries, T keys, K keys selected.
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mla_convert.errors import CannotError
-from mla_convert.runtime.kernels._common import as_int32, compiled, launchable, launcher, require
+from mla_convert.runtime.kernels._common import (
+    Argument,
+    Signature,
+    arguments,
+    as_int32,
+    compiled,
+    launchable,
+    launcher,
+    planned,
+    require,
+    run_on,
+    signature,
+    unread,
+)
 from mla_convert.runtime.kernels._topk import select
 
 FEW_QUERIES = 132  # up to this many, a thread block has a multiprocessor to itself
@@ -52,59 +65,102 @@ def select_topk(
         CannotError: A dtype that the kernel does not take; ``unsupported`` says which.
         ValueError: Shapes that contradict each other, or a ``k`` below 1.
     """
-    require(logits_ST.ndim == 2, f"logits {list(logits_ST.shape)}: expected [S, T]")
-    require(k >= 1, f"top-k of {k} keys")
-    queries, keys = logits_ST.shape
-    for name, bound in (("starts", starts), ("ends", ends)):
-        fits = bound is None or (bound.shape == (queries,) and bound.device == logits_ST.device)
-        require(fits, f"{name} needs one entry for each of {queries} queries, on {logits_ST.device}")
-    if reason := unsupported(logits_ST):
-        raise CannotError(f"The top-k kernel cannot run: {reason}.")
-    width = min(k, keys)
-    if not (queries and keys):
-        return torch.empty(queries, width, dtype=torch.int32, device=logits_ST.device)
+    plan = _plan(signature(logits_ST, starts, ends), k)
+    if plan is None:
+        queries, keys = logits_ST.shape
+        return torch.empty(queries, min(k, keys), dtype=torch.int32, device=logits_ST.device)
+    queries, keys = plan.queries, plan.keys
     if logits_ST.stride(1) != 1 or (queries > 1 and logits_ST.stride(0) < keys):
         logits_ST = logits_ST.contiguous()
     stride = logits_ST.stride(0) if queries > 1 else keys
-    flat = logits_ST.detach().as_strided(((queries - 1) * stride + keys,), (1,)).view(torch.int32)
-    starts = torch.zeros(queries, dtype=torch.int32, device=flat.device) if starts is None else starts
-    ends = torch.full_like(starts, keys) if ends is None else ends
-    starts, ends = launchable(as_int32(starts)), launchable(as_int32(ends))
+    if logits_ST.requires_grad:
+        logits_ST = logits_ST.detach()
+    flat = logits_ST.as_strided(((queries - 1) * stride + keys,), (1,)).view(torch.int32)
+    starts_S = None if starts is None else launchable(as_int32(starts))
+    ends_S = None if ends is None else launchable(as_int32(ends))
+    return run_on(plan.device, _launch, plan, flat, stride, starts_S, ends_S)
+
+
+class _Plan(NamedTuple):
+    """What the sizes of a call decide."""
+
+    device: torch.device
+    queries: int
+    keys: int
+    width: int  # of the result
+    parts: int  # of a row
+    span: int  # keys of a part
+    candidates: int  # keys selected of a part
+    select: Callable[..., None]
+    merge: Callable[..., None] | None
+
+
+@planned
+def _plan(known: Signature, k: int) -> _Plan | None:
+    """For logits, starts and ends; None if there is nothing to select from."""
+    logits, *bounds = arguments(known)
+    require(logits.ndim == 2, f"logits {list(logits.shape)}: expected [S, T]")
+    require(k >= 1, f"top-k of {k} keys")
+    queries, keys = logits.shape
+    for name, bound in zip(("starts", "ends"), bounds, strict=True):
+        fits = bound is None or (bound.shape == (queries,) and bound.device == logits.device)
+        require(fits, f"{name} needs one entry for each of {queries} queries, on {logits.device}")
+    if reason := unsupported(logits):
+        raise CannotError(f"The top-k kernel cannot run: {reason}.")
+    if not (queries and keys):
+        return None
+    width = min(k, keys)
     parts = parts_of(queries, keys, width)
-    with torch.cuda.device(flat.device):
-        if parts == 1:
-            kind = "whole" if queries > FEW_QUERIES else "few"
-            return _run(kind, flat, starts, ends, None, stride, keys, keys, 1, width)[0]
-        span = -(-keys // parts)
-        candidates = min(width, span)
-        found, values = _run("part", flat, starts, ends, None, stride, keys, span, parts, candidates)
-        keys = parts * candidates
-        found, values = found.view(queries, keys), values.view(-1)
-        first, last = torch.zeros_like(starts), torch.full_like(ends, keys)
-        return _run("merge", values, first, last, found, keys, keys, keys, 1, width)[0]
+    span = -(-keys // parts)
+    if parts == 1:
+        select, merge = _entry("whole" if queries > FEW_QUERIES else "few"), None
+    else:
+        select, merge = _entry("part"), _entry("merge")
+    return _Plan(logits.device, queries, keys, width, parts, span, min(width, span), select, merge)
 
 
-def _run(
-    kind: str,
-    flat: Tensor,
-    starts: Tensor,
-    ends: Tensor,
-    names: Tensor | None,
-    stride: int,
-    keys: int,
-    span: int,
-    parts: int,
-    width: int,
-) -> tuple[Tensor, Tensor]:
-    """Select ``width`` of each part of each row: what was selected and, for parts, the bits of their logits."""
-    chosen = torch.empty(starts.shape[0] * parts, width, dtype=torch.int32, device=flat.device)
-    values = torch.empty_like(chosen) if kind == "part" else chosen
-    names = starts[:, None] if names is None else names
-    _entry(kind)(flat, starts, ends, names, stride, keys, span, parts, chosen, values)
-    return chosen, values
+def _launch(plan: _Plan, flat: Tensor, stride: int, starts: Tensor | None, ends: Tensor | None) -> Tensor:
+    """Select from packed bounds and the flat bits of the logits, rows ``stride`` apart, on the current device."""
+    device, queries, parts, candidates = plan.device, plan.queries, plan.parts, plan.candidates
+    nowhere = unread(torch.int32, device, 1)
+    chosen = torch.empty(queries * parts, candidates, dtype=torch.int32, device=device)
+    values = chosen if plan.merge is None else torch.empty_like(chosen)
+    plan.select(
+        flat,
+        nowhere if starts is None else starts,
+        nowhere if ends is None else ends,
+        int(starts is not None),
+        int(ends is not None),
+        unread(torch.int32, device, 1, 1),
+        stride,
+        plan.keys,
+        plan.span,
+        parts,
+        chosen,
+        values,
+    )
+    if plan.merge is None:
+        return chosen
+    keys = parts * candidates
+    merged = torch.empty(queries, plan.width, dtype=torch.int32, device=device)
+    plan.merge(
+        values.view(-1),
+        nowhere,
+        nowhere,
+        0,
+        0,
+        chosen.view(queries, keys),
+        keys,
+        keys,
+        keys,
+        1,
+        merged,
+        merged,
+    )
+    return merged
 
 
-def unsupported(logits_ST: Tensor) -> str | None:
+def unsupported(logits_ST: Tensor | Argument) -> str | None:
     """Why the kernel does not take these logits, or None if it does."""
     if logits_ST.dtype != torch.float32:
         return f"dtype {str(logits_ST.dtype).removeprefix('torch.')} is not float32"
