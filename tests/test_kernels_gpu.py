@@ -7,10 +7,13 @@ all elements, and below ``ROW_COSINE`` in every row of one query and head, so th
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
 
+from mla_convert.errors import CannotError
 from mla_convert.runtime.dispatch import available
 
 _can_run, _reason = available("cuda")
@@ -102,6 +105,8 @@ def force_parts(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
     from mla_convert.runtime.kernels import sparse_mla
 
     monkeypatch.setattr(sparse_mla, "_parts", lambda *sizes: parts)
+    # A plan that was kept would say otherwise, and one made now would be kept for the tests behind.
+    monkeypatch.setattr(sparse_mla, "_plan", sparse_mla._plan.__wrapped__)
 
 
 def force_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,6 +333,46 @@ def test_sparse_in_a_graph() -> None:
         out.fill_(float("nan"))
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_sparse_calls_of_equal_sizes() -> None:
+    """What is kept of a call does not stand in the way of one that differs in what a signature leaves out."""
+    q, kv, indices, scale = sparse_case(queries=21, heads=16)
+    run_sparse(q, kv, indices, scale)
+    run_sparse(
+        torch.stack([q, q], dim=2)[:, :, 1],
+        torch.stack([kv, kv], dim=1)[:, 1],
+        indices.t().contiguous().t(),
+        scale,
+    )
+    shifted = torch.empty(q.numel() + 1, dtype=q.dtype, device="cuda")[1:].view(q.shape)
+    run_sparse(shifted.copy_(q), kv, indices, scale / 2)
+    run_sparse(q.clone().requires_grad_(), kv, indices, scale)
+    for _ in range(2):  # an error is found each time, and no call behind it is
+        with pytest.raises(ValueError, match="20 queries and 21 lists"):
+            run_sparse(q[:20], kv, indices, scale)
+        with pytest.raises(CannotError, match=r"scale -1\.0 is not"):
+            run_sparse(q, kv, indices, -1.0)
+        run_sparse(q, kv, indices, scale)
+
+
+def test_sparse_threads_with_streams_of_their_own() -> None:
+    from mla_convert.runtime.kernels.sparse_mla import sparse_mla
+
+    cases = [sparse_case(queries=50, topk=700) for _ in range(4)]
+    want = [sparse_mla(*case, d_v=512) for case in cases]
+
+    def calls(case: tuple[Tensor, Tensor, Tensor, float]) -> list[tuple[Tensor, Tensor]]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            results = [sparse_mla(*case, d_v=512) for _ in range(30)]
+        stream.synchronize()
+        return results
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        for (out, lse), results in zip(want, pool.map(calls, cases), strict=True):
+            assert all(torch.equal(x, out) and torch.equal(y, lse) for x, y in results)
 
 
 def test_sparse_nothing_to_do() -> None:
