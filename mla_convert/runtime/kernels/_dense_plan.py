@@ -19,7 +19,7 @@ PLAN_THREADS = 1024
 
 def plan() -> Any:
     """The programs' schedule. A query's span is from ``Starts`` and ``Ends``; or, with ``use_lengths``, from 0 to the
-    length of its request, less the causal queries behind it."""
+    length of its request, less the causal queries behind it; with 2, that is the capacity, and ``Lengths`` not read."""
     requests, ranges, lines = T.dynamic("requests, ranges, lines")
 
     @T.prim_func
@@ -73,7 +73,9 @@ def plan() -> Any:
                     for q in T.serial(last - first + 1):
                         start = 0
                         if use_lengths != 0:
-                            end = Lengths[request]
+                            end = capacity
+                            if use_lengths == 1:
+                                end = Lengths[request]
                             if causal != 0:
                                 end = end - ((request + 1) * queries_each - 1 - first - q)
                         else:

@@ -71,10 +71,8 @@ def decode_mla(
         q_BSHE, rows_TE = (pad_features(x, d_v, work.rank, work.rope) for x in (q_BSHE, rows_TE))
     if indices is not None:
         table_BP: Tensor | None = launchable(as_int32(indices).reshape(batch * queries, work.capacity))
-        if topk_length is None:
-            spans = Spans(length=work.capacity)
-        else:
-            spans = Spans(_list_lengths(topk_length, batch, queries))
+        lengths = None if topk_length is None else _list_lengths(topk_length, batch, queries)
+        spans = Spans(lengths, kept=lengths is None)
     else:
         assert cache_seqlens is not None
         table_BP = None if block_table is None else launchable(as_int32(block_table))

@@ -106,7 +106,7 @@ def dense_mla(
     if rows_S is not None:
         ends = rows_S + 1
     if starts is None and ends is None:
-        spans = Spans(torch.full((1,), work.capacity, dtype=torch.int32, device=work.device), causal=True)
+        spans = Spans(causal=True)
     else:
         if ends is None:
             tokens = work.capacity
@@ -210,15 +210,15 @@ def work_for(
 
 
 class Spans(NamedTuple):  # a tuple, as one is made in every call
-    """What each query of each request sees: [starts, ends) or, with lengths, all before the length.
+    """What each query of each request sees: [starts, ends) or all before the length; that is the capacity if not given.
 
     With ``causal`` the last query of a request sees its whole length and each query before it one token less.
-    ``length`` is one that all requests have and the host knows.
+    ``kept``: the schedule for the capacity is the same in many calls.
     """
 
     lengths_B: Tensor | None = None
     causal: bool = False
-    length: int | None = None
+    kept: bool = False
     starts_S: Tensor | None = None
     ends_S: Tensor | None = None
 
@@ -294,18 +294,18 @@ def attend(
 
 
 def schedule(work: Work, spans: Spans) -> Tensor:
-    """The plan, int32 [lines, PLAN_COLUMNS]: made on the device in every call, but kept where the host knows lengths.
+    """The plan, int32 [lines, PLAN_COLUMNS]: made on the device in every call, unless it is kept.
 
     What is kept is never freed, since a captured graph may read it, and is made before any stream goes on.
     """
     requests, device, rows_item = work.requests, work.device, work.tile * work.lanes
     key = None
-    if spans.length is not None:
+    if spans.kept:
         key = (
             requests,
             work.queries_each,
             spans.causal,
-            spans.length,
+            work.capacity,
             work.heads,
             rows_item,
             work.items_each,
@@ -314,20 +314,21 @@ def schedule(work: Work, spans: Spans) -> Tensor:
         )
         if (kept := _schedules.get(key)) is not None:
             return kept
-        lengths = starts = ends = torch.full((requests,), spans.length, dtype=torch.int32, device=device)
-    elif spans.lengths_B is not None:
-        lengths = starts = ends = spans.lengths_B
+    if spans.ends_S is not None:
+        assert spans.starts_S is not None
+        use_lengths, lengths, starts, ends = 0, spans.ends_S, spans.starts_S, spans.ends_S
     else:
-        assert spans.starts_S is not None and spans.ends_S is not None
-        starts, ends = spans.starts_S, spans.ends_S
-        lengths = ends[:requests]
+        use_lengths, lengths = 2, unread(torch.int32, device, 1)
+        if spans.lengths_B is not None:
+            use_lengths, lengths = 1, spans.lengths_B
+        starts = ends = lengths
     lines = work.items + work.shares + 1 + requests * work.queries_each
     plan = torch.empty(lines, PLAN_COLUMNS, dtype=torch.int32, device=device)
     work.plan(
         lengths,
         starts,
         ends,
-        int(spans.ends_S is None),
+        use_lengths,
         int(spans.causal),
         work.heads,
         work.queries_each,
