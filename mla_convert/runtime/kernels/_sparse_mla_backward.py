@@ -8,8 +8,8 @@ A thread block has two warpgroups, with rows on the M side. Shared memory holds 
 P and dS of 64 x 64, and nothing more fits. The first warpgroup computes S = Q K^T and dP = dO V^T, from them P and dS,
 and the left columns of dQ += dS K; then it gathers the next block. The second computes the other columns of dQ and
 dKV = dS^T Q + P^T dO, 64 columns at a time in two accumulators, so that one is added to memory while the other's
-product runs. The rows of K are free as soon as both have read them for dQ: the next block arrives, and its S and dP
-run, beside the dKV of this one.
+product runs. The rows of K are free as soon as they have been read for dQ, the left columns of the first warpgroup
+alone before those of the second: the next block arrives, and its S and dP run, beside the dKV of this one.
 
 A multiprocessor starts additions and exchanges between lanes in one order, so the exchanges of a chunk, which make its
 additions whole lines, stand between the last additions of the chunk before, not behind them.
@@ -81,9 +81,13 @@ def backward(rank: int, rope: int, dtype: str, slots: bool, split: bool) -> Any:
 
     @T.macro
     def gather(
-        KV, entry, kv_rank, kv_rope, target, b, tokens, slot, tiles, Counts, query_rows, listed, begin, end, times, full
+        KV, entry, kv_rank, kv_rope, target, b, tokens, slot, tiles, Counts, query_rows, listed, begin, end, times,
+        full, kv_free,
     ):  # fmt: skip
-        """Copy the rows of a block; one that is not valid becomes zeros, and its target -1."""
+        """Copy the rows of a block; one that is not valid becomes zeros, and its target -1.
+
+        The left columns are this warpgroup's own, the others are free when the second is done with them, too.
+        """
         if query_rows < 64:
             call(
                 "mla_copy_counts",
@@ -104,6 +108,7 @@ def backward(rank: int, rope: int, dtype: str, slots: bool, split: bool) -> Any:
         )
         copy_panels(KV, 0, kv_rank, 0, left // 64, entry, tokens)
         T.cp_async_barrier_noinc(full[0])
+        T.barrier_wait(kv_free[0], (b & 1) ^ 1)
         copy_panels(KV, left, kv_rank, left, (rank - left) // 64, entry, tokens)
         if rope > 0:
             copy_panels(KV, rank, kv_rope, 0, 1, entry, tokens)
@@ -257,7 +262,7 @@ def backward(rank: int, rope: int, dtype: str, slots: bool, split: bool) -> Any:
                 if count > 0:
                     gather(
                         KV, entry, kv_rank, kv_rope, target, 0, tokens, slot, tiles, Counts, query_rows, listed, begin,
-                        end, times, full,
+                        end, times, full, kv_free,
                     )  # fmt: skip
                 load(Q, first, existing, 0, q_rank, rank)
                 if rope > 0:
@@ -313,11 +318,11 @@ def backward(rank: int, rope: int, dtype: str, slots: bool, split: bool) -> Any:
                     entry = fetch(Indices, listed, begin + (i + 1) * BLOCK, end)
                     T.wait_wgmma(0)
                     T.barrier_arrive(kv_free[0])
-                    T.barrier_wait(kv_free[0], i & 1)
+                    T.sync_threads(8, 128)  # every warp's product with the left columns has ended
                     if i + 1 < count:
                         gather(
                             KV, entry, kv_rank, kv_rope, target, i + 1, tokens, slot + (i + 1) * BLOCK * tiles, tiles,
-                            Counts, query_rows, listed, begin + (i + 1) * BLOCK, end, times, full,
+                            Counts, query_rows, listed, begin + (i + 1) * BLOCK, end, times, full, kv_free,
                         )  # fmt: skip
                 first = first + block % parts * rows
                 store(DQ, first, existing, dq0, 0, first_left)
