@@ -7,6 +7,7 @@ all elements, and below ``ROW_COSINE`` in every row of one query and head, so th
 
 from __future__ import annotations
 
+import inspect
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -106,7 +107,7 @@ def force_parts(monkeypatch: pytest.MonkeyPatch, parts: int) -> None:
 
     monkeypatch.setattr(sparse_mla, "_parts", lambda *sizes: parts)
     # A plan that was kept would say otherwise, and one made now would be kept for the tests behind.
-    monkeypatch.setattr(sparse_mla, "_plan", sparse_mla._plan.__wrapped__)
+    monkeypatch.setattr(sparse_mla, "_plan", inspect.unwrap(sparse_mla._plan))
 
 
 def force_pairs(monkeypatch: pytest.MonkeyPatch) -> None:

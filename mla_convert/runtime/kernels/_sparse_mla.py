@@ -38,6 +38,50 @@ LOWEST = -1.0e30  # where the running maximum starts: finite, so that an empty r
 SLACK = 8.0  # how far, in powers of two, a probability may exceed 1 before everything is rescaled
 
 
+LIST_END = """
+// 1 + the position of the last valid entry before limit, or 0: most lists are full, and their end is all that is read.
+static __device__ __forceinline__ int list_end(const int* list, int limit, int tokens) {
+  int last = 0;
+  for (int end = limit; end > 0 && last == 0; end -= 128) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = end - 1 - i * 32 - (threadIdx.x & 31);
+      const int entry = at >= 0 ? list[at] : -1;
+      last = max(last, entry >= 0 && entry < tokens ? at + 1 : 0);
+    }
+    last = __reduce_max_sync(0xffffffffu, last);
+  }
+  return last;
+}
+
+// The same for one of many lists, with a limit each if limited; one behind the last list is empty.
+static __device__ __forceinline__ int list_end(
+    const int* lists, const int* limits, int limited, int row, int rows, int entries, int tokens) {
+  if (row >= rows) return 0;
+  return list_end(lists + (long long)row * entries, limited ? min(limits[row], entries) : entries, tokens);
+}
+"""
+
+
+def list_end(Indices: Any, Limits: Any, row: Any, tokens: Any) -> Any:
+    """Where a list ends, for a whole warp: what ``lengths`` finds in a launch of its own. There may be no limits.
+
+    A row behind the last is an empty list. All of it is C++, since a condition on ``row`` would be lost: TileLang takes
+    those on a variable for settled by an outer one even where the variable has changed between the two.
+    """
+    return T.call_extern(
+        "int32",
+        "list_end",
+        T.access_ptr(Indices[0, 0], "r", Indices.shape[1]),
+        T.access_ptr(Limits[0], "r", 1),
+        Limits.shape[0],
+        row,
+        Indices.shape[0],
+        Indices.shape[1],
+        tokens,
+    )
+
+
 def lengths() -> Any:
     """lengths[s] = 1 + the position of the last valid entry of list s, or 0."""
     queries, entries = T.dynamic("queries, entries")
@@ -79,13 +123,12 @@ def lengths() -> Any:
 
 
 def combine(rank: int, dtype: str) -> Any:
-    """Merge the parts of each query and head: a thread block for one of them, ``rank`` // 4 threads."""
+    """Merge the parts of each query and head, whose log-sum-exp is behind the values: ``rank`` // 4 threads for one."""
     queries, rows, heads = T.dynamic("queries, rows, heads")
 
     @T.prim_func
     def sparse_mla_combine(
-        Part: T.Tensor([rows, heads, rank], "float32"),
-        PartLse: T.Tensor([rows, heads], "float32"),
+        Part: T.Tensor([rows, heads, rank + 4], "float32"),
         Sink: T.Tensor([heads], "float32"),
         has_sink: T.int32,
         parts: T.int32,
@@ -93,6 +136,7 @@ def combine(rank: int, dtype: str) -> Any:
         Lse: T.Tensor([queries, heads], "float32"),
     ):
         with T.Kernel(queries, heads, threads=rank // 4) as (row, h):
+            T.pdl_sync()  # it starts while the attention ends
             total = T.alloc_local([4], "float32")
             rounded = T.alloc_local([4], dtype)
             top = T.alloc_var("float32")
@@ -101,11 +145,11 @@ def combine(rank: int, dtype: str) -> Any:
             thread = T.get_thread_binding()
             top = LOWEST
             for part in T.serial(parts):
-                top = T.max(top, PartLse[row * parts + part, h])
+                top = T.max(top, Part[row * parts + part, h, rank])
             denominator = 0.0
             T.fill(total, 0.0)
             for part in T.serial(parts):
-                weight = T.exp2((PartLse[row * parts + part, h] - top) * LOG2E)
+                weight = T.exp2((Part[row * parts + part, h, rank] - top) * LOG2E)
                 denominator = denominator + weight
                 for k in T.vectorized(4):
                     total[k] = total[k] + weight * Part[row * parts + part, h, thread * 4 + k]

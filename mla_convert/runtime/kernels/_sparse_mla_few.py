@@ -7,7 +7,7 @@ from typing import Any
 import tilelang.language as T  # noqa: N812
 
 from mla_convert.runtime.kernels._common import LN2, LOG2E
-from mla_convert.runtime.kernels._sparse_mla import BLOCK, LOWEST, SLACK
+from mla_convert.runtime.kernels._sparse_mla import BLOCK, LIST_END, LOWEST, SLACK, list_end
 
 SHARED_BYTES = 232448 - 4096  # what a thread block may have, less the small arrays and barriers
 PANEL = 64  # dims of a row that lie together in shared memory: the 128 bytes of a swizzle
@@ -49,6 +49,8 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
     # No more than three blocks' worth, so that NOTES are enough.
     slots = min((SHARED_BYTES - -(-fixed // 1024) * 1024) // (group * PANEL * BLOCK * 2), 3 * pieces)
     queries, tokens, heads, entries, out_rows = T.dynamic("queries, tokens, heads, entries, out_rows")
+    limits, lse_rows = T.dynamic("limits, lse_rows")
+    out_width = rank + 4 if split else rank  # the log-sum-exp of a part is behind its values
     each = list(range(pieces))  # a list: TileLang unrolls a loop over it while it traces
 
     # Reductions over keys are written thread by thread. As fragments, TileLang chose a layout for the second
@@ -130,6 +132,9 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
             if t % lanes == 0:
                 total_sh[g, r * rows + t // lanes] = part
 
+    def log_sum(total: Any, top: Any) -> Any:
+        return T.if_then_else(total == 0.0, -T.infinity("float32"), (T.log2(total) + top) * LN2)
+
     @T.macro
     def store(g, t, heads, out_row, has_sink, Sink, Out, Lse, turn, factor_sh, highest_sh, total_sh, outs):
         """Store a consumer's own item, 64 dims at a time."""
@@ -138,9 +143,10 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
         n = t % columns
         total = total_sh[g, n]
         if (t < columns) & (t < heads):
-            Lse[out_row, n] = T.if_then_else(
-                total == 0.0, -T.infinity("float32"), (T.log2(total) + highest_sh[g, n]) * LN2
-            )
+            if split:
+                Out[out_row, n, rank] = log_sum(total, highest_sh[g, n])
+            else:
+                Lse[out_row, n] = log_sum(total, highest_sh[g, n])
             if has_sink != 0:
                 total = T.if_then_else(total == 0.0, 0.0, total + T.exp2(Sink[n] * LOG2E - highest_sh[g, n]))
         if t < columns:
@@ -170,9 +176,10 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
         )
         if (t < columns) & (t < heads):
             if g == 0:
-                Lse[out_row, n] = T.if_then_else(
-                    total == 0.0, -T.infinity("float32"), (T.log2(total) + top) * LN2
-                )
+                if split:
+                    Out[out_row, n, rank] = log_sum(total, top)
+                else:
+                    Lse[out_row, n] = log_sum(total, top)
             if has_sink != 0:
                 total = T.if_then_else(total == 0.0, 0.0, total + T.exp2(Sink[n] * LOG2E - top))
         if t < columns:
@@ -274,12 +281,18 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
                 )  # fmt: skip
 
     @T.macro
-    def enter(s, Lengths, item, row, at, end, length, parts, grid, out_rows):
-        """Producer: the entries [at, end) of an item, whose list's length is known; asks for the next one's."""
+    def enter(s, Indices, Lengths, tokens, item, row, at, end, length, parts, grid, out_rows):
+        """Producer: the entries [at, end) of an item, whose list's length is known; asks for the next one's.
+
+        With ``split``, lists are looked at here, and what stands for their lengths are limits, if there are any.
+        """
         row[s] = item[s] // parts
+        if split:
+            length[s] = list_end(Indices, Lengths, row[s], tokens)
         at[s] = T.min(item[s] % parts * T.ceildiv(T.ceildiv(length[s], BLOCK), parts) * BLOCK, length[s])
         end[s] = T.min(at[s] + T.ceildiv(T.ceildiv(length[s], BLOCK), parts) * BLOCK, length[s])
-        length[s] = Lengths[T.min(item[s] + items * grid, out_rows - 1) // parts]
+        if not split:
+            length[s] = Lengths[T.min(item[s] + items * grid, out_rows - 1) // parts]
 
     @T.macro
     def ask(s, Indices, index, item, row, at, end, out_rows, thread):
@@ -343,16 +356,16 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
         Q: T.Tensor([queries, heads, rank + rope], dtype),
         KV: T.Tensor([tokens, rank + rope], dtype),
         Indices: T.Tensor([queries, entries], "int32"),
-        Lengths: T.Tensor([queries], "int32"),
+        Lengths: T.Tensor([limits if split else queries], "int32"),
         grid: T.int32,
         parts: T.int32,
         Sink: T.Tensor([heads], "float32"),
         has_sink: T.int32,
         scale: T.float32,
-        Out: T.Tensor([out_rows, heads, rank], "float32" if split else dtype),
-        Lse: T.Tensor([out_rows, heads], "float32"),
+        Out: T.Tensor([out_rows, heads, out_width], "float32" if split else dtype),
+        Lse: T.Tensor([lse_rows if split else out_rows, heads], "float32"),
     ):
-        with T.Kernel(grid, threads=384) as cta:
+        with T.Kernel(grid, threads=384, prelude=LIST_END if split else None) as cta:
             q_sh = T.alloc_shared([items, columns, panels * PANEL], dtype)
             kv = T.alloc_shared([slots, BLOCK, group * PANEL], dtype)
             turn = T.alloc_shared([2, rows, stride], "float32")
@@ -390,6 +403,8 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
             free = T.alloc_barrier([4] * slots)
             noted = T.alloc_barrier([128] * (2 * NOTES))
 
+            if split:
+                T.pdl_trigger()
             thread = T.get_thread_binding()
             if thread < 128:
                 T.set_max_nreg(216, 1)
@@ -415,8 +430,8 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
                     item[s] = cta + s * grid
                     ends[s] = 1
                     loaded[s] = 0
-                    length[s] = Lengths[T.min(item[s], out_rows - 1) // parts]
-                    enter(s, Lengths, item, row, at, end, length, parts, grid, out_rows)
+                    length[s] = 0 if split else Lengths[T.min(item[s], out_rows - 1) // parts]
+                    enter(s, Indices, Lengths, tokens, item, row, at, end, length, parts, grid, out_rows)
                     ask(s, Indices, index, item, row, at, end, out_rows, producer)
                 while (item[0] < out_rows) | (item[items - 1] < out_rows):
                     for g in [0, 1]:
@@ -436,7 +451,9 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
                             )  # fmt: skip
                             if ends[s] != 0 and (items == 2 or g == 1):
                                 item[s] = item[s] + items * grid
-                                enter(s, Lengths, item, row, at, end, length, parts, grid, out_rows)
+                                enter(
+                                    s, Indices, Lengths, tokens, item, row, at, end, length, parts, grid, out_rows
+                                )  # fmt: skip
                             ask(s, Indices, index, item, row, at, end, out_rows, producer)
                             fill(KV, kv, place, index, tokens, producer, full, free)
                             if begins != 0 and g == s:

@@ -7,7 +7,16 @@ from typing import Any
 import tilelang.language as T  # noqa: N812
 
 from mla_convert.runtime.kernels._common import LN2, LOG2E
-from mla_convert.runtime.kernels._sparse_mla import BLOCK, LOWEST, SLACK, gather, load_indices, load_queries
+from mla_convert.runtime.kernels._sparse_mla import (
+    BLOCK,
+    LIST_END,
+    LOWEST,
+    SLACK,
+    gather,
+    list_end,
+    load_indices,
+    load_queries,
+)
 
 
 def many_heads(tiles: int, rank: int, rope: int, dtype: str, split: bool) -> Any:
@@ -29,6 +38,8 @@ def many_heads(tiles: int, rank: int, rope: int, dtype: str, split: bool) -> Any
     left = -(-rank // 128) * 64
     right = rank - left
     queries, tokens, heads, entries, rows = T.dynamic("queries, tokens, heads, entries, rows")
+    limits, lse_rows = T.dynamic("limits, lse_rows")
+    out_width = rank + 4 if split else rank  # the log-sum-exp of a part is behind its values
 
     @T.macro
     def left_scores(q_rank, kv_rank, s, score, clear):
@@ -167,16 +178,16 @@ def many_heads(tiles: int, rank: int, rope: int, dtype: str, split: bool) -> Any
         Q: T.Tensor([queries, heads, rank + rope], dtype),
         KV: T.Tensor([tokens, rank + rope], dtype),
         Indices: T.Tensor([queries, entries], "int32"),
-        Lengths: T.Tensor([queries], "int32"),
+        Lengths: T.Tensor([limits if split else queries], "int32"),
         grid: T.int32,
         parts: T.int32,
         Sink: T.Tensor([heads], "float32"),
         has_sink: T.int32,
         scale: T.float32,
-        Out: T.Tensor([rows, heads, rank], "float32" if split else dtype),
-        Lse: T.Tensor([rows, heads], "float32"),
+        Out: T.Tensor([rows, heads, out_width], "float32" if split else dtype),
+        Lse: T.Tensor([lse_rows if split else rows, heads], "float32"),
     ):
-        with T.Kernel(grid, threads=384) as block:
+        with T.Kernel(grid, threads=384, prelude=LIST_END if split else None) as block:
             q_rank = T.alloc_shared([64, rank], dtype)
             q_rope = T.alloc_shared([64, max(rope, 32)], dtype)
             kv_rank = T.alloc_shared([2, BLOCK, rank], dtype)
@@ -224,6 +235,8 @@ def many_heads(tiles: int, rank: int, rope: int, dtype: str, split: bool) -> Any
             p_full = T.alloc_barrier([128, 128])
             finished = T.alloc_barrier([128, 128])
 
+            if split:
+                T.pdl_trigger()
             thread = T.get_thread_binding()
             used0 = 0
             used1 = 0
@@ -300,9 +313,14 @@ def many_heads(tiles: int, rank: int, rope: int, dtype: str, split: bool) -> Any
                     T.barrier_arrive(finished[0])
                     for h in T.Parallel(64):
                         if first + h < heads:
-                            Lse[out_row, first + h] = T.if_then_else(
-                                total0[h] == 0.0, -T.infinity("float32"), part0[h]
-                            )
+                            if split:
+                                Out[out_row, first + h, rank] = T.if_then_else(
+                                    total0[h] == 0.0, -T.infinity("float32"), part0[h]
+                                )
+                            else:
+                                Lse[out_row, first + h] = T.if_then_else(
+                                    total0[h] == 0.0, -T.infinity("float32"), part0[h]
+                                )
                     for h, d in T.Parallel(64, left):
                         out0[h, d] = out0[h, d] * factor0[h]
                     T.sync_threads(8, 128)  # every warp's product with what p_sh holds has ended
@@ -375,7 +393,7 @@ def many_heads(tiles: int, rank: int, rope: int, dtype: str, split: bool) -> Any
                     out_row = (block + w * grid) // tiles
                     first = (block + w * grid) % tiles * 64
                     row = out_row // parts
-                    end = Lengths[row]
+                    end = list_end(Indices, Lengths, row, tokens) if split else Lengths[row]
                     begin = T.ceildiv(T.ceildiv(end, BLOCK), parts) * BLOCK  # entries of a part
                     count = T.min(out_row % parts * begin, end)
                     end = T.min(count + begin, end)

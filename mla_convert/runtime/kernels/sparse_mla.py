@@ -112,7 +112,7 @@ class _Share(NamedTuple):
     grid: int
     paired: bool
     attend: Callable[..., None]
-    combine: Callable[..., None] | None
+    merge: Callable[..., None] | None  # where parts share a list
 
 
 class _Plan(NamedTuple):
@@ -126,7 +126,6 @@ class _Plan(NamedTuple):
     rank: int
     rope: int
     padded: bool
-    lengths: Callable[..., None]
     shares: tuple[_Share, ...]
 
 
@@ -156,7 +155,6 @@ def _plan(known: Signature, d_v: int) -> _Plan | None:
         rank,
         rope,
         (rank, rope) != (d_v, width - d_v),
-        _entry("lengths"),
         tuple(shares),
     )
 
@@ -188,61 +186,73 @@ def _launch(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Run the kernels on tensors of native sizes, all of them packed, on the current device."""
-    queries, heads, rank, device = plan.queries, plan.heads, plan.rank, plan.device
+    queries, heads, device = plan.queries, plan.heads, plan.device
     # Sizes one by one, here and below: torch takes half a microsecond longer to read them from a tuple.
-    lengths_S = torch.empty(queries, dtype=torch.int32, device=device)
-    out_SHR = torch.empty(queries, heads, rank, dtype=plan.dtype, device=device)
+    out_SHR = torch.empty(queries, heads, plan.rank, dtype=plan.dtype, device=device)
     lse_SH = torch.empty(queries, heads, dtype=torch.float32, device=device)
-    plan.lengths(
-        indices_SK,
-        lengths_S if limits_S is None else limits_S,
-        plan.tokens,
-        int(limits_S is not None),
-        lengths_S,
-    )
-    common = (
-        kv_TE,
-        unread(torch.float32, device, heads) if sink_H is None else sink_H,
-        int(sink_H is not None),
-        scale * LOG2E,
-    )
-    first, *rest = plan.shares
-    if not rest:
-        _attend(first, *common, q_SHE, indices_SK, lengths_S, out_SHR, lse_SH)
-    else:
-        for share in plan.shares:
-            rows = (x[share.queries] for x in (q_SHE, indices_SK, lengths_S, out_SHR, lse_SH))
-            _attend(share, *common, *rows)
+    has_sink = int(sink_H is not None)
+    sink_H = unread(torch.float32, device, heads) if sink_H is None else sink_H
+    for share in plan.shares:
+        q, lists, limits, out, lse = q_SHE, indices_SK, limits_S, out_SHR, lse_SH
+        if len(plan.shares) > 1:
+            q, lists, out, lse = (x[share.queries] for x in (q, lists, out, lse))
+            limits = None if limits is None else limits[share.queries]
+        attend = _attend if share.merge is None else _attend_in_parts
+        attend(share, plan, q, kv_TE, lists, limits, sink_H, has_sink, scale * LOG2E, out, lse)
     return out_SHR, lse_SH
 
 
 def _attend(
     share: _Share,
+    plan: _Plan,
+    q_SHE: Tensor,
     kv_TE: Tensor,
+    indices_SK: Tensor,
+    limits_S: Tensor | None,
     sink_H: Tensor,
     has_sink: int,
     scale: float,
-    q_SHE: Tensor,
-    indices_SK: Tensor,
-    lengths_S: Tensor,
     out_SHR: Tensor,
     lse_SH: Tensor,
 ) -> None:
-    """One launch of the attention kernel, and the merge if several thread blocks share a list."""
-    if share.paired:
-        share.attend(
-            q_SHE, kv_TE, indices_SK, lengths_S, share.grid, sink_H, has_sink, scale, out_SHR, lse_SH
-        )
-        return
-    inputs = (q_SHE, kv_TE, indices_SK, lengths_S, share.grid, share.parts, sink_H)
-    if share.combine is None:
-        share.attend(*inputs, has_sink, scale, out_SHR, lse_SH)
-        return
-    _, heads, rank = out_SHR.shape
-    part_PHR = torch.empty(share.rows, heads, rank, dtype=torch.float32, device=out_SHR.device)
-    part_lse_PH = torch.empty(share.rows, heads, dtype=torch.float32, device=out_SHR.device)
-    share.attend(*inputs, 0, scale, part_PHR, part_lse_PH)
-    share.combine(part_PHR, part_lse_PH, sink_H, has_sink, share.parts, out_SHR, lse_SH)
+    """Two launches: where the lists end, and the attention."""
+    lengths_S = list_lengths(indices_SK, limits_S, plan.tokens)
+    sizes = (share.grid,) if share.paired else (share.grid, 1)
+    share.attend(q_SHE, kv_TE, indices_SK, lengths_S, *sizes, sink_H, has_sink, scale, out_SHR, lse_SH)
+
+
+def _attend_in_parts(
+    share: _Share,
+    plan: _Plan,
+    q_SHE: Tensor,
+    kv_TE: Tensor,
+    indices_SK: Tensor,
+    limits_S: Tensor | None,
+    sink_H: Tensor,
+    has_sink: int,
+    scale: float,
+    out_SHR: Tensor,
+    lse_SH: Tensor,
+) -> None:
+    """Two launches: the attention by several thread blocks a list, and the merge of their results."""
+    # Log-sum-exp and values in one tensor: an allocation takes the host a third of a launch.
+    part_PHR = torch.empty(share.rows, plan.heads, plan.rank + 4, dtype=torch.float32, device=plan.device)
+    limits = unread(torch.int32, plan.device, 0) if limits_S is None else limits_S
+    assert share.merge is not None
+    share.attend(
+        q_SHE,
+        kv_TE,
+        indices_SK,
+        limits,
+        share.grid,
+        share.parts,
+        sink_H,
+        0,
+        scale,
+        part_PHR,
+        lse_SH,
+    )
+    share.merge(part_PHR, sink_H, has_sink, share.parts, out_SHR, lse_SH)
 
 
 def _division(queries: int, heads: int, blocks: int, multiprocessors: int) -> tuple[int, int, int]:
