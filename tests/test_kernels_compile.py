@@ -72,7 +72,7 @@ def test_the_queries_left_over_share_lists() -> None:
     assert _division(4096, 64, 32, 132) == (4092, 1, 32)
     assert _division(4096, 128, 32, 132) == (4092, 1, 16)
     assert _division(4092, 64, 32, 132) == (4092, 1, 1)
-    assert _division(4096, 16, 32, 132) == (4096, 1, 1)
+    assert _division(4096, 16, 32, 132) == (4092, 1, 32)
     assert _division(4096, 64, 8, 132) == (4096, 1, 1), "short lists are no longer than what a launch costs"
     assert _division(64, 64, 32, 132)[0] == 64
     for queries in range(1, 1400):

@@ -193,16 +193,18 @@ def test_sparse_many_queries_of_few_heads() -> None:
         run_sparse(*sparse_case(queries=queries, heads=8, topk=700, dtype=dtype))
 
 
-@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("heads", [8, 16, 20, 64, 128])
 def test_sparse_a_few_queries_over(heads: int) -> None:
-    """The queries left over when every multiprocessor has as many run in a launch of their own, on split lists."""
+    """The queries left over when every multiprocessor has as many have their lists split."""
     from mla_convert.runtime.kernels.sparse_mla import _division
 
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     queries = 4 * multiprocessors + 3
     whole, parts, rest_parts = _division(queries, heads, 32, multiprocessors)
     assert whole == queries - 3 and parts == 1 and rest_parts > 1
-    run_sparse(*sparse_case(queries=queries, heads=heads, topk=2048))
+    sink = torch.randn(heads, device="cuda")
+    for length in (None, torch.randint(0, 2049, (queries,), device="cuda")):
+        run_sparse(*sparse_case(queries=queries, heads=heads, topk=2048), length=length, sink=sink)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ producer is at the next item while the consumers finish one.
 - ``_sparse_mla_many.many_heads`` (tiles of 64 heads): heads are the M side. ``load_queries``, ``load_indices``
   and ``gather`` are its producer: two buffers, each in two pieces, the left half of the values and the rest.
 
-Few queries would leave most of the GPU idle. Then an item is a part of a list (the ``split`` programs), and
-``combine`` merges the parts' float32 results.
+Few queries, or a few more than every multiprocessor takes, would leave most of the GPU idle. Then an item is a part of
+a list (from 33 heads on, in the ``split`` programs), and ``combine`` merges the parts' float32 results.
 
 All keep the reference of the exponentials (the running maximum of a softmax) where it is until a score exceeds
 it by ``SLACK``: the result is the same sum, and almost no block has to rescale the output. Barriers of producers

@@ -9,26 +9,141 @@ import tilelang.language as T  # noqa: N812
 from mla_convert.runtime.kernels._common import LN2, LOG2E
 from mla_convert.runtime.kernels._sparse_mla import BLOCK, LIST_END, LOWEST, SLACK, list_end
 
-SHARED_BYTES = 232448 - 4096  # what a thread block may have, less the small arrays and barriers
+SHARED_BYTES = 232448 - 8192  # what a thread block may have, less the small arrays and barriers
 PANEL = 64  # dims of a row that lie together in shared memory: the 128 bytes of a swizzle
 NOTES = 4  # blocks of a consumer that the producer may have described ahead of it
 
+# What works on a consumer's accumulators, [64, kColumns] each: a thread has two neighbouring columns of each eight, in
+# the rows lane / 4 and lane / 4 + 8 of its warp's sixteen.
+SOURCE = """
+#include <tl_templates/cuda/intrin.h>
 
-def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> Any:
-    """Keys on the M side, ``columns`` (8, 16 or 32) heads on the N side: an item is a query and one of ``parts``.
+// Each warp's largest element (times scale) or sum of every column, to to[warp * kColumns + column].
+template <int kColumns, bool kSum>
+__device__ __forceinline__ void mla_reduce(float* to, int at, const float* acc, float scale) {
+  to += at;
+  const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) & 3;
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; i += 4) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float x = kSum ? acc[i + e] + acc[i + e + 2] : fmaxf(acc[i + e], acc[i + e + 2]) * scale;
+#pragma unroll
+      for (int b = 4; b < 32; b *= 2) {
+        const float other = __shfl_xor_sync(0xffffffffu, x, b);
+        x = kSum ? x + other : fmaxf(x, other);
+      }
+      if (lane < 4) to[warp * kColumns + i * 2 + lane * 2 + e] = x;
+    }
+  }
+}
+
+// An accumulator for the same thread of the other consumer.
+template <int kColumns>
+__device__ __forceinline__ void mla_give(void* to, int at, const float* acc, int first) {
+  float4* place = reinterpret_cast<float4*>(static_cast<char*>(to) + at) + (threadIdx.x & 127);
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; i += 4) {
+    const float* x = acc + first + i;
+    place[i * 32] = make_float4(x[0], x[1], x[2], x[3]);
+  }
+}
+
+// Own and given, each times its columns' factors.
+template <int kColumns>
+__device__ __forceinline__ void mla_take(
+    float* all, int first, const void* from, int at, const float* factors, int at_factors) {
+  factors += at_factors;
+  const float *own = factors, *given = factors + kColumns;
+  float* acc = all + first;
+  const float4* place =
+      reinterpret_cast<const float4*>(static_cast<const char*>(from) + at) + (threadIdx.x & 127);
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; i += 4) {
+    const float2 f = *reinterpret_cast<const float2*>(own + i * 2 + (threadIdx.x & 3) * 2);
+    const float2 g = *reinterpret_cast<const float2*>(given + i * 2 + (threadIdx.x & 3) * 2);
+    const float4 x = place[i * 32];
+    acc[i] = acc[i] * f.x + x.x * g.x;
+    acc[i + 1] = acc[i + 1] * f.y + x.y * g.y;
+    acc[i + 2] = acc[i + 2] * f.x + x.z * g.x;
+    acc[i + 3] = acc[i + 3] * f.y + x.w * g.y;
+  }
+}
+
+template <int kColumns>
+__device__ __forceinline__ void mla_scale(float* all, int first, const float* factor, int at_factors) {
+  factor += at_factors;
+  float* acc = all + first;
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; i += 4) {
+    const float2 f = *reinterpret_cast<const float2*>(factor + i * 2 + (threadIdx.x & 3) * 2);
+    acc[i] *= f.x;
+    acc[i + 1] *= f.y;
+    acc[i + 2] *= f.x;
+    acc[i + 3] *= f.y;
+  }
+}
+
+// Let a producer's next reads find this in the L2 cache.
+__device__ __forceinline__ void mla_prefetch(const void* from, int bytes) {
+  for (int at = (threadIdx.x & 127) * 128; at < bytes; at += 128 * 128) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(from) + at));
+  }
+}
+
+// 64 dims (rows) of each head (a column) to the heads' rows of out, from column on.
+template <int kColumns>
+__device__ __forceinline__ void mla_store(
+    float* out, long long row, int heads, int width, int column, const float* all, int first) {
+  const float* acc = all + first;
+  const int lane = threadIdx.x & 31, dim = ((threadIdx.x >> 5) & 3) * 16 + (lane >> 2);
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; ++i) {
+    const int head = i / 4 * 8 + (lane & 3) * 2 + (i & 1);
+    if (head < heads) out[(row * heads + head) * width + column + dim + (i & 2) * 4] = acc[i];
+  }
+}
+
+template <int kColumns, class T>
+__device__ __forceinline__ void mla_store(
+    T* out, long long row, int heads, int width, int column, const float* all, int first) {
+  const float* acc = all + first;
+  const int lane = threadIdx.x & 31, dim = ((threadIdx.x >> 5) & 3) * 16 + (lane & 3) * 2;
+#pragma unroll
+  for (int i = 0; i < kColumns / 2; i += 2) {
+    T two[2] = {T(acc[i]), T(acc[i + 1])};
+    unsigned turned;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;"
+                 : "=r"(turned)
+                 : "r"(*reinterpret_cast<unsigned*>(two)));
+    const int head = i / 4 * 8 + (lane >> 2);
+    if (head < heads) {
+      *reinterpret_cast<unsigned*>(out + (row * heads + head) * width + column + dim + (i & 2) * 4) = turned;
+    }
+  }
+}
+"""
+
+
+def few_heads(columns: int, rank: int, rope: int, dtype: str) -> Any:
+    """Keys on the M side, ``columns`` (8, 16 or 32) heads on the N side.
+
+    An item is one of the first ``whole`` queries or, of those behind them, one of ``parts`` parts of a list, whose
+    float32 result goes to ``Part``, the log-sum-exp behind the values.
 
     With 8 columns, each consumer walks items of its own, and nothing passes between the two: while one is at a
     softmax or stores a result, the other uses the tensor cores. The queries of two items with more columns would
-    leave the keys too little room, so there both work on one item, on alternate blocks, and merge at its end (16
-    heads: 1.26 ms with eight pieces in the ring and one item, 1.35 ms with seven and two).
+    leave the keys too little room, so there both work on one item, on alternate blocks, and at its end each gives
+    the other half of its sum, through shared memory, and stores the other half.
 
     A consumer computes S^T = K q^T, takes the exponentials where the product left them, against the maximum it
-    has, and adds V^T P^T to its own [rank, columns] sum. Only if a score exceeds that maximum by ``SLACK`` are the
-    scores turned round through shared memory for a new one.
+    has, and adds V^T P^T to its own [rank, columns] sum. It looks for a new maximum in an item's first block, and
+    where a score exceeds the one it has by ``SLACK``.
 
     Rows of keys pass through a ring of pieces, each up to three panels of a block, that the producer fills for one
     consumer and the other in turn. Pieces of one panel keep more copies in flight, but 128 threads arrive for each
-    of them, which cost more (1.46 instead of 1.24 ms for 16 heads).
+    of them, which cost more (1.46 instead of 1.24 ms for 16 heads). With 16 columns, a ring of eight pieces takes
+    1.21 ms where seven take 1.23.
     """
     panels = -(-(rank + rope) // PANEL)
     group = min(3, panels)  # panels of a piece
@@ -39,32 +154,71 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
     summed = [u for u in range(pieces) if values[u] > 0]
     chunks = rank // PANEL
     items = 2 if columns == 8 else 1  # that are under way at a time
-    buffers = 1 if columns == 32 else 2  # of probabilities, each consumer's
-    by_key = (
-        columns > 8
-    )  # probabilities lie key by key, so that two are stored at once: 8 are no row of a matrix
-    rows = min(columns, 16)  # heads whose scores are turned round at a time
-    stride = BLOCK + 4  # keeps the turn round free of bank conflicts and its rows on 16 bytes
-    fixed = items * columns * panels * PANEL * 2 + 2 * (rows * stride * 4 + columns * buffers * BLOCK * 2)
+    buffers = 2 if columns == 8 else 1  # of probabilities, each consumer's
+    by_key = columns == 16  # probabilities lie key by key; at 32 columns, head by head is 2 % faster
+    fixed = items * columns * panels * PANEL * 2 + 2 * columns * buffers * BLOCK * 2
     # No more than three blocks' worth, so that NOTES are enough.
     slots = min((SHARED_BYTES - -(-fixed // 1024) * 1024) // (group * PANEL * BLOCK * 2), 3 * pieces)
-    queries, tokens, heads, entries, out_rows = T.dynamic("queries, tokens, heads, entries, out_rows")
-    limits, lse_rows = T.dynamic("limits, lse_rows")
-    out_width = rank + 4 if split else rank  # the log-sum-exp of a part is behind its values
+    queries, tokens, heads, entries = T.dynamic("queries, tokens, heads, entries")
+    limits, part_rows = T.dynamic("limits, part_rows")
     each = list(range(pieces))  # a list: TileLang unrolls a loop over it while it traces
 
-    # Reductions over keys are written thread by thread. As fragments, TileLang chose a layout for the second
-    # consumer that put a barrier inside one warp's branch (a hang), and has no way to fix one for those threads.
-    lanes = 128 // rows  # threads of a row, all in one warp
-    keys = BLOCK // lanes  # keys of a thread
-    passes = columns // rows
+    # An item's dims are stored half by one consumer and half by the other: chunks of 64, [own, given] for each. What
+    # it gives passes through the last pieces of its last block (the first would stop the producer longer), which
+    # the other then frees.
+    split = (chunks + 1) // 2
+    own = [list(range(split)), list(range(split, chunks))] if items == 1 else [list(range(chunks))] * 2
+    given = own[::-1] if items == 1 else [[], []]
+    chunk_bytes = BLOCK * columns * 4
+    in_piece = group * PANEL * BLOCK * 2 // chunk_bytes
+    lent = [-(-len(given[g]) // in_piece) for g in (0, 1)]
+
+    def chunk_of(outs: Any, c: int) -> tuple[Any, int]:
+        """The accumulator that holds 64 dims: plain pointers and offsets, or TileLang lays out and fences anew."""
+        return outs[c // group].data, c % group * (columns // 2)
+
+    def place_of(first: Any, k: int) -> Any:
+        """Byte of the keys' ring where a consumer gives its k-th chunk, in the last block that begins at ``first``."""
+        return (first + pieces - 1 - k // in_piece) % slots * (
+            group * PANEL * BLOCK * 2
+        ) + k % in_piece * chunk_bytes
+
+    def call(function: str, *arguments: Any) -> None:
+        T.evaluate(T.call_extern("handle", function, *arguments))
+
+    def query_of(item: Any, whole: Any, parts: Any) -> Any:
+        return T.if_then_else(item < whole, item, whole + (item - whole) // parts)
 
     @T.macro
-    def softmax(g, t, number, scale, turn, p_sh, factor_sh, highest_sh, flag_sh, score, p, sums, outs):
-        """Probabilities of a consumer's block into ``p`` and ``p_sh``; ``number`` counts its blocks."""
+    def raise_highest(g, t, scale, reduced_sh, factor_sh, highest_sh, score):
+        """Let ``highest_sh`` be at least each head's largest score; ``factor_sh`` is what that makes of older sums."""
         top = T.alloc_var("float32")
-        part = T.alloc_var("float32")
+        call(f"mla_reduce<{columns}, false>", reduced_sh.data, g * 4 * columns, score.data, scale)
+        T.sync_threads(8 + g, 128)
+        if t < columns:
+            top = highest_sh[g, t]
+            for w in T.unroll(4):
+                top = T.max(top, reduced_sh[g, w, t])
+            factor_sh[g, 0, t] = T.exp2(highest_sh[g, t] - top)
+            highest_sh[g, t] = top
+        T.sync_threads(8 + g, 128)
+
+    @T.macro
+    def store_probabilities(g, number, p_sh, p):
+        for j, n in T.Parallel(BLOCK, columns):
+            if by_key:
+                p_sh[g * buffers + number % buffers, j, n] = p[j, n]
+            else:
+                p_sh[g * buffers + number % buffers, n, j] = p[j, n]
+
+    @T.macro
+    def softmax(
+        g, t, number, fresh, scale, p_sh, reduced_sh, factor_sh, highest_sh, flag_sh, score, p, sums, outs
+    ):
+        """Probabilities of a consumer's block into ``p`` and ``p_sh``; ``number`` counts its blocks."""
         flag = T.alloc_var("int32")
+        if fresh != 0:
+            raise_highest(g, t, scale, reduced_sh, factor_sh, highest_sh, score)
         for j, n in T.Parallel(BLOCK, columns):
             p[j, n] = score[j, n] * scale - highest_sh[g, n]
         for j, n in T.Parallel(BLOCK, columns):
@@ -74,156 +228,110 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
             p[j, n] = T.exp2(p[j, n])
         if buffers == 1:
             T.sync_threads(8 + g, 128)  # until every warp's last product has read it
-        for j, n in T.Parallel(BLOCK, columns):
-            if by_key:
-                p_sh[g * buffers + number % buffers, j, n] = p[j, n]
-            else:
-                p_sh[g * buffers + number % buffers, n, j] = p[j, n]
+        store_probabilities(g, number, p_sh, p)
         T.fence_proxy_async()
         T.sync_threads(8 + g, 128)  # every thread's fence comes before any thread's matrix product
         flag = flag_sh[g, number % 2]  # read once: TileLang makes a dozen branches of the one below
         if flag == number + 1:
-            for r in list(range(passes)):
-                for j, n in T.Parallel(BLOCK, columns):
-                    if n // rows == r:
-                        turn[g, n % rows, j] = score[j, n] * scale
-                T.sync_threads(8 + g, 128)
-                part = highest_sh[g, r * rows + t // lanes]
-                top = part
-                for k in T.unroll(keys):
-                    top = T.max(top, turn[g, t // lanes, t % lanes * keys + k])
-                for b in T.unroll(lanes.bit_length() - 1):
-                    top = T.max(top, T.shfl_xor(top, 1 << b))
-                if t % lanes == 0:
-                    factor_sh[g, r * rows + t // lanes] = T.exp2(part - top)
-                    highest_sh[g, r * rows + t // lanes] = top
-                T.sync_threads(8 + g, 128)
+            raise_highest(g, t, scale, reduced_sh, factor_sh, highest_sh, score)
             for j, n in T.Parallel(BLOCK, columns):
                 p[j, n] = T.exp2(score[j, n] * scale - highest_sh[g, n])
+            store_probabilities(g, number, p_sh, p)
             for j, n in T.Parallel(BLOCK, columns):
-                if by_key:
-                    p_sh[g * buffers + number % buffers, j, n] = p[j, n]
-                else:
-                    p_sh[g * buffers + number % buffers, n, j] = p[j, n]
-            for j, n in T.Parallel(BLOCK, columns):
-                sums[j, n] = sums[j, n] * factor_sh[g, n]
+                sums[j, n] = sums[j, n] * factor_sh[g, 0, n]
             for u in summed:
                 for d, n in T.Parallel(values[u], columns):
-                    outs[u][d, n] = outs[u][d, n] * factor_sh[g, n]
+                    outs[u][d, n] = outs[u][d, n] * factor_sh[g, 0, n]
             T.fence_proxy_async()
             T.sync_threads(8 + g, 128)
 
     @T.macro
-    def reduce_sums(g, t, turn, total_sh, sums):
-        """Add up the consumer's probabilities over its threads."""
-        part = T.alloc_var("float32")
-        for r in list(range(passes)):
-            if r > 0:
-                T.sync_threads(8 + g, 128)
-            for j, n in T.Parallel(BLOCK, columns):
-                if n // rows == r:
-                    turn[g, n % rows, j] = sums[j, n]
-            T.sync_threads(8 + g, 128)
-            part = 0.0
-            for k in T.unroll(keys):
-                part = part + turn[g, t // lanes, t % lanes * keys + k]
-            for b in T.unroll(lanes.bit_length() - 1):
-                part = part + T.shfl_xor(part, 1 << b)
-            if t % lanes == 0:
-                total_sh[g, r * rows + t // lanes] = part
-
-    def log_sum(total: Any, top: Any) -> Any:
-        return T.if_then_else(total == 0.0, -T.infinity("float32"), (T.log2(total) + top) * LN2)
-
-    @T.macro
-    def store(g, t, heads, out_row, has_sink, Sink, Out, Lse, turn, factor_sh, highest_sh, total_sh, outs):
-        """Store a consumer's own item, 64 dims at a time."""
-        total = T.alloc_var("float32")
-        T.sync_threads(8 + g, 128)
-        n = t % columns
-        total = total_sh[g, n]
-        if (t < columns) & (t < heads):
-            if split:
-                Out[out_row, n, rank] = log_sum(total, highest_sh[g, n])
-            else:
-                Lse[out_row, n] = log_sum(total, highest_sh[g, n])
-            if has_sink != 0:
-                total = T.if_then_else(total == 0.0, 0.0, total + T.exp2(Sink[n] * LOG2E - highest_sh[g, n]))
-        if t < columns:
-            factor_sh[g, n] = T.if_then_else(total == 0.0, 0.0, 1.0 / total)
-        T.sync_threads(8 + g, 128)
-        for c in list(range(chunks)):
-            for d, n in T.Parallel(PANEL, columns):
-                turn[g, n, d] = outs[c // group][c % group * PANEL + d, n] * factor_sh[g, n]
-            T.sync_threads(8 + g, 128)
-            for n, d in T.Parallel(columns, PANEL):
-                if n < heads:
-                    Out[out_row, n, c * PANEL + d] = turn[g, n, d]
-            T.sync_threads(8 + g, 128)
-
-    @T.macro
-    def merge(
-        g, t, heads, out_row, has_sink, Sink, Out, Lse, turn, factor_sh, highest_sh, total_sh, sums, outs
+    def finish(
+        g, t, w, first, heads, item, whole, has_sink, Sink, Out, Lse, Part, kv, factor_sh, highest_sh,
+        last_sh, free, sums, outs,
     ):  # fmt: skip
-        """Store an item that both consumers worked on: one's chunks of 64 dims are the even ones."""
+        """Store an item's result, or a consumer's half of it; ``first`` is the place of its last block."""
         top = T.alloc_var("float32")
         total = T.alloc_var("float32")
-        T.sync_threads(10, 256)
-        n = t % columns
-        top = T.max(highest_sh[0, n], highest_sh[1, n])
-        total = total_sh[0, n] * T.exp2(highest_sh[0, n] - top) + total_sh[1, n] * T.exp2(
-            highest_sh[1, n] - top
-        )
-        if (t < columns) & (t < heads):
-            if g == 0:
-                if split:
-                    Out[out_row, n, rank] = log_sum(total, top)
-                else:
-                    Lse[out_row, n] = log_sum(total, top)
-            if has_sink != 0:
-                total = T.if_then_else(total == 0.0, 0.0, total + T.exp2(Sink[n] * LOG2E - top))
+        lse = T.alloc_var("float32")
+        # Two of each, so that the consumer which is ahead does not disturb the other.
+        call(
+            f"mla_reduce<{columns}, true>", last_sh.data, (w % 2 * 2 + g) * 5 * columns, sums.data, 1.0
+        )  # fmt: skip
         if t < columns:
-            factor_sh[g, n] = T.if_then_else(total == 0.0, 0.0, T.exp2(highest_sh[g, n] - top) / total)
+            last_sh[w % 2, g, 4, t] = highest_sh[g, t]
+        T.sync_threads(8 + g, 128)  # until every warp's last product has read its keys
+        for k in list(range(len(given[g]))):
+            call(f"mla_give<{columns}>", kv.data, place_of(first, k), *chunk_of(outs, given[g][k]))
+        if items == 1:
+            T.sync_threads(10, 256)
+        if t < columns:
+            top = last_sh[w % 2, g, 4, t]
+            if items == 1:
+                top = T.max(top, last_sh[w % 2, 1 - g, 4, t])
+            total = 0.0
+            for i in T.unroll(4):
+                total = total + last_sh[w % 2, g, i, t]
+            factor_sh[g, 0, t] = T.exp2(last_sh[w % 2, g, 4, t] - top)
+            total = total * factor_sh[g, 0, t]
+            if items == 1:
+                factor_sh[g, 1, t] = T.exp2(last_sh[w % 2, 1 - g, 4, t] - top)
+                lse = 0.0
+                for i in T.unroll(4):
+                    lse = lse + last_sh[w % 2, 1 - g, i, t]
+                # The same order in both consumers, so that they agree.
+                total = total + lse * factor_sh[g, 1, t]
+            lse = T.if_then_else(total == 0.0, -T.infinity("float32"), (T.log2(total) + top) * LN2)
+            if (t < heads) & (items == 2 or g == 0):
+                if item < whole:
+                    Lse[item, t] = lse
+                else:
+                    Part[item - whole, t, rank] = lse
+            if (has_sink != 0) & (item < whole) & (t < heads):
+                total = T.if_then_else(total == 0.0, 0.0, total + T.exp2(Sink[t] * LOG2E - top))
+            total = T.if_then_else(total == 0.0, 0.0, 1.0 / total)
+            factor_sh[g, 0, t] = factor_sh[g, 0, t] * total
+            if items == 1:
+                factor_sh[g, 1, t] = factor_sh[g, 1, t] * total
         T.sync_threads(8 + g, 128)
-        for c in list(range(0, chunks, 2)):
-            given = c + 1 - g
-            own = c + g
-            for r in list(range(passes)):
-                if given < chunks:
-                    for d, n in T.Parallel(PANEL, columns):
-                        if n // rows == r:
-                            turn[g, n % rows, d] = (
-                                outs[given // group][given % group * PANEL + d, n] * factor_sh[g, n]
-                            )
-                T.sync_threads(10, 256)
-                if own < chunks:
-                    for d, n in T.Parallel(PANEL, columns):
-                        if n // rows == r:
-                            sums[d, n] = (
-                                outs[own // group][own % group * PANEL + d, n] * factor_sh[g, n]
-                                + turn[1 - g, n % rows, d]
-                            )
-                    for d, n in T.Parallel(PANEL, columns):
-                        if n // rows == r:
-                            turn[1 - g, n % rows, d] = sums[d, n]
-                    T.sync_threads(8 + g, 128)
-                    for n, d in T.Parallel(rows, PANEL):
-                        if r * rows + n < heads:
-                            Out[out_row, r * rows + n, own * PANEL + d] = turn[1 - g, n, d]
-                T.sync_threads(10, 256)
+        for k in list(range(len(own[g]))):
+            if items == 1:
+                call(
+                    f"mla_take<{columns}>", *chunk_of(outs, own[g][k]), kv.data,
+                    place_of(first + (1 - 2 * g) * pieces, k), factor_sh.data, g * 2 * columns,
+                )  # fmt: skip
+            else:
+                call(f"mla_scale<{columns}>", *chunk_of(outs, own[g][k]), factor_sh.data, g * 2 * columns)
+        for u in list(range(lent[1 - g])):
+            T.sync_warp()
+            if t % 32 == 0:
+                T.barrier_arrive(free[(first + (1 - 2 * g) * pieces + pieces - 1 - u) % slots])
+        for k in list(range(len(own[g]))):
+            if item < whole:
+                call(
+                    f"mla_store<{columns}>", T.access_ptr(Out[0, 0, 0], "w", 1), item, heads, rank,
+                    own[g][k] * PANEL, *chunk_of(outs, own[g][k]),
+                )  # fmt: skip
+            else:
+                call(
+                    f"mla_store<{columns}>", T.access_ptr(Part[0, 0, 0], "w", 1), item - whole, heads, rank + 4,
+                    own[g][k] * PANEL, *chunk_of(outs, own[g][k]),
+                )  # fmt: skip
 
     @T.macro
     def consume(
-        g, t, first_row, out_rows, grid, heads, has_sink, Sink, scale, Out, Lse, q_sh, kv, turn, p_sh, factor_sh,
-        highest_sh, total_sh, flag_sh, note_sh, valid, holes, q_full, q_free, full, free, noted, score, p, sums, outs,
+        g, t, start, count, whole, grid, heads, has_sink, Sink, scale, Out, Lse, Part, q_sh, kv, p_sh,
+        reduced_sh, factor_sh, highest_sh, last_sh, flag_sh, note_sh, valid, holes, q_full, q_free, full, free, noted,
+        score, p, sums, outs,
     ):  # fmt: skip
         """A consumer's items, one after another; ``number`` counts its blocks."""
         number = T.alloc_var("int32")
         first = T.alloc_var("int32")
         last = T.alloc_var("int32")
+        fresh = T.alloc_var("int32")
         number = 0
         flag_sh[g, t % 2] = 0  # what an earlier thread block left there could look raised
-        for w in T.serial(T.ceildiv(out_rows - first_row, items * grid)):
+        for w in T.serial(T.ceildiv(count - start, items * grid)):
             for out in outs:
                 T.fill(out, 0)
             T.fill(sums, 0)
@@ -231,6 +339,7 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
             T.sync_threads(8 + g, 128)
             T.barrier_wait(q_full[g % items], w & 1)
             last = 0
+            fresh = 1
             while last == 0:
                 note = g * NOTES + number % NOTES
                 T.barrier_wait(noted[note], number // NOTES & 1)
@@ -253,7 +362,10 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
                 if holes[note] == number + 1:
                     for j, n in T.Parallel(BLOCK, columns):
                         score[j, n] = T.if_then_else(valid[note, j] != 0, score[j, n], -T.infinity("float32"))
-                softmax(g, t, number, scale, turn, p_sh, factor_sh, highest_sh, flag_sh, score, p, sums, outs)
+                softmax(
+                    g, t, number, fresh, scale, p_sh, reduced_sh, factor_sh, highest_sh, flag_sh, score, p, sums, outs
+                )  # fmt: skip
+                fresh = 0
                 for u in summed:
                     T.wgmma_gemm(
                         kv[(first + u) % slots, :, : values[u]],
@@ -266,40 +378,36 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
                     sums[j, n] = sums[j, n] + p[j, n]
                 for u in each:
                     T.wait_wgmma(max(0, len(summed) - 1 - u))
-                    if t % 32 == 0:
+                    if t % 32 == 0 and (u < pieces - lent[g] or last == 0):
                         T.barrier_arrive(free[(first + u) % slots])
                 number = number + 1
-            out_row = first_row + w * items * grid
-            reduce_sums(g, t, turn, total_sh, sums)
-            if items == 2:
-                store(
-                    g, t, heads, out_row, has_sink, Sink, Out, Lse, turn, factor_sh, highest_sh, total_sh, outs
-                )  # fmt: skip
-            else:
-                merge(
-                    g, t, heads, out_row, has_sink, Sink, Out, Lse, turn, factor_sh, highest_sh, total_sh, sums, outs
-                )  # fmt: skip
+            item = start + w * items * grid
+            finish(
+                g, t, w, first, heads, item, whole, has_sink, Sink, Out, Lse, Part, kv, factor_sh, highest_sh,
+                last_sh, free, sums, outs,
+            )  # fmt: skip
 
     @T.macro
-    def enter(s, Indices, Lengths, tokens, item, row, at, end, length, parts, grid, out_rows):
-        """Producer: the entries [at, end) of an item, whose list's length is known; asks for the next one's.
-
-        With ``split``, lists are looked at here, and what stands for their lengths are limits, if there are any.
-        """
-        row[s] = item[s] // parts
-        if split:
-            length[s] = list_end(Indices, Lengths, row[s], tokens)
-        at[s] = T.min(item[s] % parts * T.ceildiv(T.ceildiv(length[s], BLOCK), parts) * BLOCK, length[s])
-        end[s] = T.min(at[s] + T.ceildiv(T.ceildiv(length[s], BLOCK), parts) * BLOCK, length[s])
-        if not split:
-            length[s] = Lengths[T.min(item[s] + items * grid, out_rows - 1) // parts]
+    def enter(s, Q, Indices, Limits, tokens, item, row, at, end, count, whole, parts, grid):
+        """Producer: the entries [at, end) of an item, none behind the last; and a look ahead at what the next needs."""
+        row[s] = query_of(item[s], whole, parts)
+        length = list_end(Indices, Limits, row[s], tokens)
+        at[s] = 0
+        end[s] = length
+        if item[s] >= whole:
+            share = T.ceildiv(T.ceildiv(length, BLOCK), parts) * BLOCK
+            at[s] = T.min((item[s] - whole) % parts * share, length)
+            end[s] = T.min(at[s] + share, length)
+        after = query_of(T.min(item[s] + items * grid, count - 1), whole, parts)
+        call("mla_prefetch", T.access_ptr(Indices[after, 0], "r", BLOCK), Indices.shape[1] * 4)
+        call("mla_prefetch", T.access_ptr(Q[after, 0, 0], "r", BLOCK), Q.shape[1] * ((rank + rope) * 2))
 
     @T.macro
-    def ask(s, Indices, index, item, row, at, end, out_rows, thread):
+    def ask(s, Indices, index, item, row, at, end, count, thread):
         """Producer: the entries of the next block, which the copies of this one give time to arrive."""
         for r in T.unroll(4):
             index[4 + s * 4 + r] = -1
-            if (item[s] < out_rows) & (at[s] + r * 16 + thread // 8 < end[s]):
+            if (item[s] < count) & (at[s] + r * 16 + thread // 8 < end[s]):
                 index[4 + s * 4 + r] = Indices[row[s], at[s] + r * 16 + thread // 8]
 
     @T.macro
@@ -356,27 +464,33 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
         Q: T.Tensor([queries, heads, rank + rope], dtype),
         KV: T.Tensor([tokens, rank + rope], dtype),
         Indices: T.Tensor([queries, entries], "int32"),
-        Lengths: T.Tensor([limits if split else queries], "int32"),
+        Limits: T.Tensor([limits], "int32"),
         grid: T.int32,
+        whole: T.int32,
         parts: T.int32,
         Sink: T.Tensor([heads], "float32"),
         has_sink: T.int32,
         scale: T.float32,
-        Out: T.Tensor([out_rows, heads, out_width], "float32" if split else dtype),
-        Lse: T.Tensor([lse_rows if split else out_rows, heads], "float32"),
+        Out: T.Tensor([queries, heads, rank], dtype),
+        Lse: T.Tensor([queries, heads], "float32"),
+        Part: T.Tensor([part_rows, heads, rank + 4], "float32"),
     ):
-        with T.Kernel(grid, threads=384, prelude=LIST_END if split else None) as cta:
+        with T.Kernel(grid, threads=384) as cta:
+            T.import_source(LIST_END + SOURCE)
+            T.pdl_trigger()
             q_sh = T.alloc_shared([items, columns, panels * PANEL], dtype)
             kv = T.alloc_shared([slots, BLOCK, group * PANEL], dtype)
-            turn = T.alloc_shared([2, rows, stride], "float32")
             p_sh = T.alloc_shared([2 * buffers, *((BLOCK, columns) if by_key else (columns, BLOCK))], dtype)
             note_sh = T.alloc_shared([2 * NOTES], "int32", scope="shared")
             valid = T.alloc_shared([2 * NOTES, BLOCK], "int32", scope="shared")
             holes = T.alloc_shared([2 * NOTES], "int32", scope="shared")
             flag_sh = T.alloc_shared([2, 2], "int32", scope="shared")
             highest_sh = T.alloc_shared([2, columns], "float32", scope="shared")
-            factor_sh = T.alloc_shared([2, columns], "float32", scope="shared")
-            total_sh = T.alloc_shared([2, columns], "float32", scope="shared")
+            factor_sh = T.alloc_shared([2, 2, columns], "float32", scope="shared")
+            reduced_sh = T.alloc_shared([2, 4, columns], "float32", scope="shared")
+            last_sh = T.alloc_shared(
+                [2, 2, 5, columns], "float32", scope="shared"
+            )  # an item's sums and maxima
             # Two of each, one a consumer: TileLang lays a fragment out for the threads that use it.
             score0 = T.alloc_fragment([BLOCK, columns], "float32")
             score1 = T.alloc_fragment([BLOCK, columns], "float32")
@@ -392,7 +506,6 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
             row = T.alloc_local([items], "int32")
             at = T.alloc_local([items], "int32")
             end = T.alloc_local([items], "int32")
-            length = T.alloc_local([items], "int32")
             ends = T.alloc_local([items], "int32")  # 1 behind an item's last block, so before one's first
             loaded = T.alloc_local([items], "int32")
             number = T.alloc_local([2], "int32")
@@ -403,22 +516,21 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
             free = T.alloc_barrier([4] * slots)
             noted = T.alloc_barrier([128] * (2 * NOTES))
 
-            if split:
-                T.pdl_trigger()
             thread = T.get_thread_binding()
+            count = whole + (queries - whole) * parts
             if thread < 128:
                 T.set_max_nreg(216, 1)
                 consume(
-                    0, thread, cta, out_rows, grid, heads, has_sink, Sink, scale, Out, Lse, q_sh, kv, turn, p_sh,
-                    factor_sh, highest_sh, total_sh, flag_sh, note_sh, valid, holes, q_full, q_free, full, free,
-                    noted, score0, p0, sums0, outs0,
+                    0, thread, cta, count, whole, grid, heads, has_sink, Sink, scale, Out, Lse, Part, q_sh,
+                    kv, p_sh, reduced_sh, factor_sh, highest_sh, last_sh, flag_sh, note_sh, valid, holes, q_full,
+                    q_free, full, free, noted, score0, p0, sums0, outs0,
                 )  # fmt: skip
             elif thread < 256:
                 T.set_max_nreg(216, 1)
                 consume(
-                    1, thread - 128, cta + (items - 1) * grid, out_rows, grid, heads, has_sink, Sink, scale, Out,
-                    Lse, q_sh, kv, turn, p_sh, factor_sh, highest_sh, total_sh, flag_sh, note_sh, valid, holes,
-                    q_full, q_free, full, free, noted, score1, p1, sums1, outs1,
+                    1, thread - 128, cta + (items - 1) * grid, count, whole, grid, heads, has_sink, Sink, scale, Out,
+                    Lse, Part, q_sh, kv, p_sh, reduced_sh, factor_sh, highest_sh, last_sh, flag_sh, note_sh,
+                    valid, holes, q_full, q_free, full, free, noted, score1, p1, sums1, outs1,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(72, 0)
@@ -430,13 +542,12 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
                     item[s] = cta + s * grid
                     ends[s] = 1
                     loaded[s] = 0
-                    length[s] = 0 if split else Lengths[T.min(item[s], out_rows - 1) // parts]
-                    enter(s, Indices, Lengths, tokens, item, row, at, end, length, parts, grid, out_rows)
-                    ask(s, Indices, index, item, row, at, end, out_rows, producer)
-                while (item[0] < out_rows) | (item[items - 1] < out_rows):
+                    enter(s, Q, Indices, Limits, tokens, item, row, at, end, count, whole, parts, grid)
+                    ask(s, Indices, index, item, row, at, end, count, producer)
+                while (item[0] < count) | (item[items - 1] < count):
                     for g in [0, 1]:
                         s = g % items
-                        if item[s] < out_rows:
+                        if item[s] < count:
                             T.barrier_wait(free[place % slots], (place // slots & 1) ^ 1)
                             for r in T.unroll(4):
                                 index[r] = index[4 + s * 4 + r]
@@ -449,12 +560,9 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
                                 g * NOTES + number[g] % NOTES, number[g], place, ends[s], index, tokens, producer,
                                 note_sh, valid, holes, noted,
                             )  # fmt: skip
-                            if ends[s] != 0 and (items == 2 or g == 1):
-                                item[s] = item[s] + items * grid
-                                enter(
-                                    s, Indices, Lengths, tokens, item, row, at, end, length, parts, grid, out_rows
-                                )  # fmt: skip
-                            ask(s, Indices, index, item, row, at, end, out_rows, producer)
+                            done = ends[s] != 0 and (items == 2 or g == 1)
+                            if not done:
+                                ask(s, Indices, index, item, row, at, end, count, producer)
                             fill(KV, kv, place, index, tokens, producer, full, free)
                             if begins != 0 and g == s:
                                 T.barrier_wait(q_free[s], (loaded[s] & 1) ^ 1)
@@ -462,5 +570,23 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str, split: bool) -> An
                                 loaded[s] = loaded[s] + 1
                             place = place + pieces
                             number[g] = number[g] + 1
+                            if done:
+                                item[s] = item[s] + items * grid
+                                enter(
+                                    s,
+                                    Q,
+                                    Indices,
+                                    Limits,
+                                    tokens,
+                                    item,
+                                    row,
+                                    at,
+                                    end,
+                                    count,
+                                    whole,
+                                    parts,
+                                    grid,
+                                )
+                                ask(s, Indices, index, item, row, at, end, count, producer)
 
     return sparse_mla_few_heads

@@ -7,7 +7,7 @@ from typing import Any
 import tilelang.language as T  # noqa: N812
 
 from mla_convert.runtime.kernels._common import LN2, LOG2E
-from mla_convert.runtime.kernels._sparse_mla import LOWEST, SLACK
+from mla_convert.runtime.kernels._sparse_mla import LIST_END, LOWEST, SLACK, list_end
 
 HEADS = 8  # one side of a matrix instruction
 TILE = 16  # keys of a tile: another side
@@ -21,6 +21,9 @@ HIGHEST, SUM = 0, 1  # of a head, in ``stats``
 
 def pair_heads(rank: int, rope: int, dtype: str) -> Any:
     """Keys on the M side, up to 8 heads on the N side of ``mma.sync``; a pair of warps has a query.
+
+    Or, behind the first ``whole`` queries, one of ``parts`` parts of a query's list, whose float32 result goes to
+    ``Part``, the log-sum-exp behind the values.
 
     Each warp of a pair has half of a token's dims. It copies that half of a tile's rows into its own ring in shared
     memory and multiplies it with its half of the queries, which it holds in registers. The two add up their halves of
@@ -45,6 +48,7 @@ def pair_heads(rank: int, rope: int, dtype: str) -> Any:
     chunks = half // 8  # of 16 bytes in a row's values
     abbreviation = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
     queries, tokens, heads, entries = T.dynamic("queries, tokens, heads, entries")
+    limits, part_rows = T.dynamic("limits, part_rows")
 
     @T.macro
     def multiply(a, a_at, b, b_at, c, c_at):
@@ -55,11 +59,11 @@ def pair_heads(rank: int, rope: int, dtype: str) -> Any:
         )  # fmt: skip
 
     @T.macro
-    def look_up(Indices, index, row, end, lane, tile):
+    def look_up(Indices, index, row, begin, end, lane, tile):
         """Ask for the lane's entry of a tile."""
         index[0] = -1
-        if tile * TILE + lane % TILE < end:
-            index[0] = Indices[row, tile * TILE + lane % TILE]
+        if begin + tile * TILE + lane % TILE < end:
+            index[0] = Indices[row, begin + tile * TILE + lane % TILE]
 
     @T.macro
     def resolve(index, mask, source, ok, tokens, slot, lane):
@@ -198,52 +202,70 @@ def pair_heads(rank: int, rope: int, dtype: str) -> Any:
             multiply(keys, k % DEPTH * 8, p, 0, out, k * 4)
 
     @T.macro
-    def store(Out, Lse, Sink, kv, row, heads, has_sink, warp, side, lane, h, c, stats, scaling, out):
+    def store(
+        Out, Lse, Part, Sink, kv, item, whole, heads, has_sink, warp, side, lane, h, c, stats, scaling, out
+    ):  # fmt: skip
         """Store the warp's half of a query's result, rounded, through shared memory in whole rows."""
         total = T.alloc_var("float32")
         eight = T.alloc_local([8], dtype)
         total = stats[SUM] + T.shfl_xor(stats[SUM], 1)
         total = total + T.shfl_xor(total, 2)
+        lse = T.if_then_else(total == 0.0, -T.infinity("float32"), (T.log2(total) + stats[HIGHEST]) * LN2)
         if (side == 0) & (c == 0) & (h < heads):
-            Lse[row, h] = T.if_then_else(
-                total == 0.0, -T.infinity("float32"), (T.log2(total) + stats[HIGHEST]) * LN2
-            )
-        if (has_sink != 0) & (h < heads):
+            if item < whole:
+                Lse[item, h] = lse
+            else:
+                Part[item - whole, h, rank] = lse
+        if (has_sink != 0) & (h < heads) & (item < whole):
             total = T.if_then_else(total == 0.0, 0.0, total + T.exp2(Sink[h] * LOG2E - stats[HIGHEST]))
         total = T.if_then_else(total == 0.0, 0.0, 1.0 / total)
         for n in T.unroll(2):
             scaling[n] = T.shfl_sync(total, (c * 2 + n) * 4)
-        for k in T.unroll(steps):
-            for r in T.unroll(2):
-                for e in T.unroll(2):
-                    n = c * 2 + e
-                    to = k // 4 * (TILE * PANEL) + n * PANEL + (k % 4 * 2 + r ^ n) * 8
-                    kv[warp * ring + to + h] = out[k * 4 + r * 2 + e] * scaling[e]
-        T.sync_warp()
-        for r in T.unroll(HEADS // 4):
-            n = r * 4 + lane // 8
-            for u in T.unroll(panels):
-                if (n < heads) & (u * 8 + lane % 8 < chunks):
-                    to = u * (TILE * PANEL) + n * PANEL + (lane % 8 ^ n) * 8
-                    for v in T.vectorized(8):
-                        eight[v] = kv[warp * ring + to + v]
-                    for v in T.vectorized(8):
-                        Out[row, n, side * half + u * PANEL + lane % 8 * 8 + v] = eight[v]
+        if item < whole:
+            for k in T.unroll(steps):
+                for r in T.unroll(2):
+                    for e in T.unroll(2):
+                        n = c * 2 + e
+                        to = k // 4 * (TILE * PANEL) + n * PANEL + (k % 4 * 2 + r ^ n) * 8
+                        kv[warp * ring + to + h] = out[k * 4 + r * 2 + e] * scaling[e]
+            T.sync_warp()
+            for r in T.unroll(HEADS // 4):
+                n = r * 4 + lane // 8
+                for u in T.unroll(panels):
+                    if (n < heads) & (u * 8 + lane % 8 < chunks):
+                        to = u * (TILE * PANEL) + n * PANEL + (lane % 8 ^ n) * 8
+                        for v in T.vectorized(8):
+                            eight[v] = kv[warp * ring + to + v]
+                        for v in T.vectorized(8):
+                            Out[item, n, side * half + u * PANEL + lane % 8 * 8 + v] = eight[v]
+        else:
+            for k in T.unroll(steps):
+                for r in T.unroll(2):
+                    for e in T.unroll(2):
+                        if c * 2 + e < heads:
+                            Part[item - whole, c * 2 + e, side * half + k * 16 + r * 8 + h] = (
+                                out[k * 4 + r * 2 + e] * scaling[e]
+                            )
 
     @T.prim_func
     def sparse_mla_pair_heads(
         Q: T.Tensor([queries, heads, rank + rope], dtype),
         KV: T.Tensor([tokens, rank + rope], dtype),
         Indices: T.Tensor([queries, entries], "int32"),
-        Lengths: T.Tensor([queries], "int32"),
+        Limits: T.Tensor([limits], "int32"),
         grid: T.int32,
+        whole: T.int32,
+        parts: T.int32,
         Sink: T.Tensor([heads], "float32"),
         has_sink: T.int32,
         scale: T.float32,
         Out: T.Tensor([queries, heads, rank], dtype),
         Lse: T.Tensor([queries, heads], "float32"),
+        Part: T.Tensor([part_rows, heads, rank + 4], "float32"),
     ):
         with T.Kernel(grid, threads=PAIRS * 64) as cta:
+            T.import_source(LIST_END)
+            T.pdl_trigger()
             kv = T.alloc_shared([2 * PAIRS * ring], dtype)
             scores_sh = T.view(kv, [PAIRS * ring], "float32")
             q = T.alloc_local([all_steps * 4], dtype)
@@ -260,7 +282,9 @@ def pair_heads(rank: int, rope: int, dtype: str) -> Any:
             ok = T.alloc_local([4], "int32")
             two = T.alloc_local([2], dtype)
             index = T.alloc_local([1], "int32")
+            item = T.alloc_var("int32")
             row = T.alloc_var("int32")
+            begin = T.alloc_var("int32")
             end = T.alloc_var("int32")
             tiles = T.alloc_var("int32")
             now = T.alloc_var("int32")  # this tile's stage
@@ -306,11 +330,17 @@ def pair_heads(rank: int, rope: int, dtype: str) -> Any:
                 warp * ring + (lane // 16 * 8 + lane % 8) * PANEL + (lane // 8 % 2 ^ (lane % 8)) * 8, lane
             )
 
-            row = pair * grid + cta
-            while row < queries:
-                end = Lengths[row]
-                tiles = T.ceildiv(end, TILE)
-                look_up(Indices, index, row, end, lane, 0)
+            item = pair * grid + cta
+            while item < whole + (queries - whole) * parts:
+                row = T.if_then_else(item < whole, item, whole + (item - whole) // parts)
+                end = list_end(Indices, Limits, row, tokens)
+                begin = 0
+                if item >= whole:
+                    share = T.ceildiv(T.ceildiv(end, TILE), parts) * TILE
+                    begin = T.min((item - whole) % parts * share, end)
+                    end = T.min(begin + share, end)
+                tiles = T.ceildiv(end - begin, TILE)
+                look_up(Indices, index, row, begin, end, lane, 0)
                 load_queries(Q, q, two, row, side, h, c, heads)
                 for n in T.unroll(steps * 4):
                     out[n] = 0.0
@@ -319,7 +349,7 @@ def pair_heads(rank: int, rope: int, dtype: str) -> Any:
                 for s in T.unroll(STAGES - 1):
                     resolve(index, mask, source, ok, tokens, s, lane)
                     copy(KV, kv, source, ok, s, lane, column, place, rest_column, rest_place)
-                    look_up(Indices, index, row, end, lane, s + 1)
+                    look_up(Indices, index, row, begin, end, lane, s + 1)
                 now = 0
                 for i in T.serial(tiles):
                     T.ptx_wait_group(STAGES - 2)
@@ -335,7 +365,7 @@ def pair_heads(rank: int, rope: int, dtype: str) -> Any:
                     # From here on the other warp is done with the tile before this one, and with its scores.
                     T.sync_threads(pair + 1, 64)
                     copy(KV, kv, source, ok, then, lane, column, place, rest_column, rest_place)
-                    look_up(Indices, index, row, end, lane, i + STAGES)
+                    look_up(Indices, index, row, begin, end, lane, i + STAGES)
                     for j in T.unroll(2):
                         # Halved, so that TileLang sees that both are even.
                         own = now * (stage_size // 4) + (read_at ^ (j * 8)) // 2
@@ -354,9 +384,9 @@ def pair_heads(rank: int, rope: int, dtype: str) -> Any:
                 T.ptx_wait_group(0)
                 T.sync_warp()
                 store(
-                    Out, Lse, Sink, kv, row, heads, has_sink, warp, side, lane, h, c, stats, scaling, out
+                    Out, Lse, Part, Sink, kv, item, whole, heads, has_sink, warp, side, lane, h, c, stats, scaling, out
                 )  # fmt: skip
                 T.sync_threads(pair + 1, 64)  # the other warp may be reading this one's last scores
-                row = row + PAIRS * grid
+                item = item + PAIRS * grid
 
     return sparse_mla_pair_heads

@@ -44,6 +44,7 @@ from mla_convert.runtime.kernels._sparse_mla_pairs import HEADS, PAIRS, pair_hea
 
 MAX_RANK = 512
 MAX_WIDTH = 576
+FEW = 32  # up to so many heads are the columns of a product
 PAIRED = HEADS  # up to so many heads, and given queries enough, pairs of warps have queries of their own
 
 
@@ -110,9 +111,9 @@ class _Share(NamedTuple):
     rows: int  # of results: a part of a list for each query, ``parts`` of them
     parts: int
     grid: int
-    paired: bool
     attend: Callable[..., None]
     merge: Callable[..., None] | None  # where parts share a list
+    whole: int = 0  # up to ``FEW`` heads: how many queries go first, whose lists have one part
 
 
 class _Plan(NamedTuple):
@@ -143,8 +144,11 @@ def _plan(known: Signature, d_v: int) -> _Plan | None:
     whole, parts, rest_parts = _division(
         queries, heads, -(-entries // programs.BLOCK), multiprocessors(q.device)
     )
-    shares = [_share(slice(0, whole), parts, heads, rank, rope, q)]
-    if whole < queries:
+    if heads <= FEW:
+        shares = [_few(queries, whole if parts == 1 else 0, max(parts, rest_parts), heads, rank, rope, q)]
+    else:
+        shares = [_share(slice(0, whole), parts, heads, rank, rope, q)]
+    if shares[0].queries.stop < queries:
         shares.append(_share(slice(whole, queries), rest_parts, heads, rank, rope, q))
     return _Plan(
         q.device,
@@ -161,18 +165,30 @@ def _plan(known: Signature, d_v: int) -> _Plan | None:
 
 def _share(rows: slice, parts: int, heads: int, rank: int, rope: int, q: Argument) -> _Share:
     """How ``rows`` are attended to, ``parts`` thread blocks a list."""
-    queries, width = rows.stop - rows.start, multiprocessors(q.device)
-    paired = parts == 1 and _paired(heads, queries, width)
+    queries = rows.stop - rows.start
     return _Share(
         rows,
         queries * parts,
         parts,
-        min(queries * parts * _tiles(heads), width),
-        paired,
-        _entry("pairs", rank, rope, q.dtype)
-        if paired
-        else _entry("attend", heads, rank, rope, q.dtype, parts > 1),
+        min(queries * parts * _tiles(heads), multiprocessors(q.device)),
+        _entry("attend", heads, rank, rope, q.dtype, parts > 1),
         _entry("combine", rank, q.dtype) if parts > 1 else None,
+    )
+
+
+def _few(queries: int, whole: int, parts: int, heads: int, rank: int, rope: int, q: Argument) -> _Share:
+    """The same for up to ``FEW`` heads, where one launch takes ``whole`` lists and, of the others, ``parts`` parts."""
+    rows, width = (queries - whole) * parts, multiprocessors(q.device)
+    return _Share(
+        slice(0, queries),
+        rows,
+        parts,
+        min(whole + rows, width),
+        _entry("pairs", rank, rope, q.dtype)
+        if _paired(heads, queries, width)
+        else _entry("attend", heads, rank, rope, q.dtype, False),
+        _entry("combine", rank, q.dtype) if rows else None,
+        whole,
     )
 
 
@@ -197,7 +213,8 @@ def _launch(
         if len(plan.shares) > 1:
             q, lists, out, lse = (x[share.queries] for x in (q, lists, out, lse))
             limits = None if limits is None else limits[share.queries]
-        attend = _attend if share.merge is None else _attend_in_parts
+        many = _attend if share.merge is None else _attend_in_parts
+        attend = _attend_few if plan.heads <= FEW else many
         attend(share, plan, q, kv_TE, lists, limits, sink_H, has_sink, scale * LOG2E, out, lse)
     return out_SHR, lse_SH
 
@@ -217,8 +234,7 @@ def _attend(
 ) -> None:
     """Two launches: where the lists end, and the attention."""
     lengths_S = list_lengths(indices_SK, limits_S, plan.tokens)
-    sizes = (share.grid,) if share.paired else (share.grid, 1)
-    share.attend(q_SHE, kv_TE, indices_SK, lengths_S, *sizes, sink_H, has_sink, scale, out_SHR, lse_SH)
+    share.attend(q_SHE, kv_TE, indices_SK, lengths_S, share.grid, 1, sink_H, has_sink, scale, out_SHR, lse_SH)
 
 
 def _attend_in_parts(
@@ -255,18 +271,65 @@ def _attend_in_parts(
     share.merge(part_PHR, sink_H, has_sink, share.parts, out_SHR, lse_SH)
 
 
+def _attend_few(
+    share: _Share,
+    plan: _Plan,
+    q_SHE: Tensor,
+    kv_TE: Tensor,
+    indices_SK: Tensor,
+    limits_S: Tensor | None,
+    sink_H: Tensor,
+    has_sink: int,
+    scale: float,
+    out_SHR: Tensor,
+    lse_SH: Tensor,
+) -> None:
+    """The launch of up to ``FEW`` heads, and the merge if there are lists in parts."""
+    if share.merge is None:
+        part_PHR = unread(torch.float32, plan.device, 1, plan.heads, plan.rank + 4)
+    else:
+        part_PHR = torch.empty(share.rows, plan.heads, plan.rank + 4, dtype=torch.float32, device=plan.device)
+    limits = unread(torch.int32, plan.device, 0) if limits_S is None else limits_S
+    whole = share.whole
+    share.attend(
+        q_SHE,
+        kv_TE,
+        indices_SK,
+        limits,
+        share.grid,
+        whole,
+        share.parts,
+        sink_H,
+        has_sink,
+        scale,
+        out_SHR,
+        lse_SH,
+        part_PHR,
+    )
+    if share.merge is not None:
+        out, lse = (out_SHR[whole:], lse_SH[whole:]) if whole else (out_SHR, lse_SH)
+        share.merge(part_PHR, sink_H, has_sink, share.parts, out, lse)
+
+
 def _division(queries: int, heads: int, blocks: int, multiprocessors: int) -> tuple[int, int, int]:
     """How many queries go first, the thread blocks that share a list of theirs, and of the rest's.
 
     4096 queries of 64 heads on 132 multiprocessors are 31 for each and 4 over, which would keep 4 of them busy for
-    as long again as one list takes. Sharing those lists costs two launches more, about eight blocks of 64 keys. Up
-    to 32 heads, it gained nothing.
+    as long again as one list takes. Sharing those lists costs two launches more, about eight blocks of 64 keys; up
+    to ``FEW`` heads, the merge alone, since the parts are items of the same launch.
     """
     tiles = _tiles(heads)
     rows = queries * tiles
     parts = _parts(rows, blocks, multiprocessors)
     over = rows % multiprocessors
-    if heads > 32 and parts == 1 and over and over % tiles == 0 and rows > multiprocessors:
+    if heads <= FEW:
+        takers = multiprocessors * (PAIRS if _paired(heads, queries, multiprocessors) else 1)
+        over = queries % takers
+        if parts == 1 and over and queries > takers:
+            shared = min(blocks, takers // over)
+            if blocks - -(-blocks // shared) > 6:
+                return queries - over, 1, shared
+    elif parts == 1 and over and over % tiles == 0 and rows > multiprocessors:
         shared = _parts(over, blocks, multiprocessors)
         if shared > 1 and _cost(over, blocks, multiprocessors, shared) + 8 < blocks + 3:
             return queries - over // tiles, 1, shared
@@ -337,8 +400,8 @@ def compile_for(heads: int, rank: int, rope: int, dtype: torch.dtype, split: boo
         )
     columns = max(8, 1 << (heads - 1).bit_length())
     return compiled(
-        ("few", columns, rank, rope, name, split),
-        lambda: few_heads(columns, rank, rope, name, split),
+        ("few", columns, rank, rope, name),
+        lambda: few_heads(columns, rank, rope, name),
         safe_access=False,
         insert_barriers=False,
     )

@@ -60,7 +60,7 @@ def variants(spec: AttentionSpec, dtype: torch.dtype) -> tuple[Variant, ...]:
 def _sparse(spec: AttentionSpec, dtype: torch.dtype) -> Iterator[Variant]:
     rank, rope = sparse_mla.native(spec.heads, spec.rank, spec.rope)
     yield Variant("sparse attention: list lengths", sparse_mla.lengths_kernel)
-    for split in (False, True):
+    for split in (False, True) if spec.heads > sparse_mla.FEW else (False,):
         name = f"sparse attention: {spec.heads} heads, {rank} + {rope} dims" + (
             ", few queries" if split else ""
         )
