@@ -105,6 +105,21 @@ def test_ranks_and_dtype_choose_the_programs(checkpoint: Path, monkeypatch: pyte
     assert not any("bfloat16" in key for key in keys if isinstance(key, tuple))
 
 
+@pytest.mark.parametrize(
+    ("heads", "tiles"),
+    [(2, [8, 16, 32, 64]), (8, [8, 16, 32, 64]), (16, [16, 32, 64]), (20, [32, 64]), (64, [64])],
+)
+def test_steps_of_several_tokens_have_their_tiles(heads: int, tiles: list[int]) -> None:
+    """A request's rows are its new tokens times the heads: 4 tokens of 8 heads fill a tile of 32."""
+    names = [v.name for v in variants(replace(SPARSE, heads=heads), torch.bfloat16)]
+    found = {
+        int(name.split(":")[1].split()[0])
+        for name in names
+        if name.startswith("dense attention: ") and " rows, " in name and "merge" not in name
+    }
+    assert sorted(found) == tiles
+
+
 def test_dry_run_names_them_and_compiles_none(checkpoint: Path) -> None:
     result = run("warmup", checkpoint, "--dry-run", "--json")
     assert result.returncode == 0, result.stderr

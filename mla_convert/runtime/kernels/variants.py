@@ -27,6 +27,7 @@ from mla_convert.runtime.kernels import (
 from mla_convert.runtime.kernels._common import DTYPES
 from mla_convert.runtime.kernels._sparse_mla_backward_rows import slot_dtype
 from mla_convert.runtime.spec import AttentionSpec
+from mla_convert.runtime.tokens import MOST_DECODED
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,8 @@ def _sparse(spec: AttentionSpec, dtype: torch.dtype) -> Iterator[Variant]:
 def _dense(spec: AttentionSpec, dtype: torch.dtype) -> Iterator[Variant]:
     yield Variant("dense attention: schedule", dense_mla.plan_kernel)
     is_fp8 = (spec.rank, spec.rope) == (kv_cache.RANK, kv_cache.ROPE) and dtype == torch.bfloat16
-    for tile in sorted({dense_mla.tile_rows(rows) for rows in (spec.heads, dense_mla.FEW + 1)}):
+    decoded = {dense_mla.tile_rows(tokens * spec.heads) for tokens in range(1, MOST_DECODED + 1)}
+    for tile in sorted(decoded | {dense_mla.TILE}):
         rank, rope = dense_mla.native(tile, spec.rank, spec.rope)
         name = f"dense attention: {tile} rows, {rank} + {rope} dims"
         for fp8 in (False, True) if is_fp8 else (False,):
