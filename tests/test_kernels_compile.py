@@ -53,7 +53,7 @@ def test_many_heads() -> None:
 
     kernel = compile_for(128, 512, 64, torch.bfloat16, split=True)
     instructions(
-        kernel, "wgmma_rs<", "64, 256, 16", "cp_async_gs_conditional<16>", "warpgroup_reg_alloc<216>"
+        kernel, "mla_many::run<512, 64, false, true>", "wgmma_rs<", "cp.async.bulk", "__launch_bounds__(384"
     )
 
 

@@ -391,10 +391,9 @@ def compile_for(heads: int, rank: int, rope: int, dtype: torch.dtype, split: boo
     """
     name = DTYPES[dtype]
     if heads > 32:
-        tiles = -(-heads // 64)
         return compiled(
-            ("many", tiles, rank, rope, name, split),
-            lambda: many_heads(tiles, rank, rope, name, split),
+            ("many", rank, rope, name, split),
+            lambda: many_heads(rank, rope, name, split),
             safe_access=False,
             insert_barriers=False,
         )

@@ -1,0 +1,657 @@
+"""The program of ``sparse_mla`` for tiles of 64 heads, in CUDA C++; ``_sparse_mla_many`` describes it.
+
+It is written by hand for the order of its instructions: a quarter of a block's probabilities is multiplied while the
+next ones are computed, and no fence stands between products that do not need one.
+
+Shared memory holds panels: 64 rows of 64 columns, 128 bytes a row under the 128-byte swizzle. A panel of keys is an
+operand as it is (scores) and transposed (values).
+"""
+
+SOURCE = r"""
+#include <tl_templates/cuda/instruction/wgmma.h>
+
+namespace mla_many {
+
+#define MLA_DEVICE static __device__ __forceinline__
+
+constexpr float kLowest = -1e30f, kSlack = 8.f, kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr int kWarps = 4;  // of a warpgroup; a barrier counts warps, not threads
+
+struct Arguments {
+  const void *q, *kv;
+  const int *indices, *lengths;
+  int limits;
+  const float* sink;
+  void* out;
+  float* lse;
+  int rows, parts, tiles, tokens, heads, entries, has_sink;
+  float scale;
+};
+
+// What two warpgroups tell each other. Of four: left and right piece of an even block, left and right of an odd one.
+struct Shared {
+  unsigned long long q_full, q_free, full[4], free[4], max_full, p_full[2], staged, unstaged;
+  int count, holes[2];
+  alignas(8) int valid[2][64];
+  float highest[2][64], total[2][64];
+};
+
+// Where panels lie. The first consumer stages its results from the odd block's left piece on, which it reads last, the
+// second from the even block's right piece on; each row is padded by 16 bytes, and so needs what lies behind.
+template <int kRank, int kRope>
+struct Places {
+  static constexpr int kLeft = (kRank + 127) / 128 * 64, kRight = kRank - kLeft, kWidth = kRank + kRope;
+  static constexpr int kEvenLeft = 0, kEvenRight = kEvenLeft + kLeft * 128, kEvenRope = kEvenRight + kRight * 128,
+                       kOddLeft = kEvenRope + (kRope > 64 ? kRope : 64) * 128, kOddP = kOddLeft + kLeft * 128,
+                       kOddRight = kOddP + 64 * 128, kOddRope = kOddRight + kRight * 128,
+                       kQ = kOddRope + kRope * 128, kQRope = kQ + kRank * 128, kShared = kQRope + kRope * 128;
+  static constexpr int kEvenP = kEvenRope;  // probabilities take the place of the block's rope part
+};
+
+MLA_DEVICE unsigned address(const void* p) { return static_cast<unsigned>(__cvta_generic_to_shared(p)); }
+
+MLA_DEVICE void start(unsigned long long& barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(&barrier)), "r"(count));
+}
+MLA_DEVICE void arrive(unsigned long long& barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(address(&barrier)) : "memory");
+}
+MLA_DEVICE void arrive_with_copies(unsigned long long& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(address(&barrier)) : "memory");
+}
+MLA_DEVICE void arrive_as_warp(unsigned long long& barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) arrive(barrier);
+}
+MLA_DEVICE void await(unsigned long long& barrier, int phase) {
+  asm volatile(
+      "{\n.reg .pred p;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra done;\nbra again;\n"
+      "done:\n}" ::"r"(address(&barrier)), "r"(phase)
+      : "memory");
+}
+// For the tensor cores (and bulk copies) to see what threads, or their cp.async, wrote.
+MLA_DEVICE void fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+template <int kId, int kThreads>
+MLA_DEVICE void meet() {
+  asm volatile("bar.sync %0, %1;" ::"n"(kId), "n"(kThreads) : "memory");
+}
+enum Meetings { kConsumers = 1, kFirst = 2, kProducers = 3 };
+
+// Products. Registers of one under way must not be touched: hold() keeps the compiler from it.
+MLA_DEVICE void before_product() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+MLA_DEVICE void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kUnderWay>
+MLA_DEVICE void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kUnderWay) : "memory");
+}
+template <int kCount>
+MLA_DEVICE void hold(float* x) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+template <int kCount>
+MLA_DEVICE void hold(unsigned* x) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(x[i])::"memory");
+}
+
+MLA_DEVICE unsigned long long descriptor(unsigned address, int panel_stride) {  // strides in 16 bytes
+  return 1ull << 62 | 64ull << 32 | static_cast<unsigned long long>(panel_stride) << 16 | (address & 0x3ffff) >> 4;
+}
+
+template <bool kHalf>
+struct Type {
+  static constexpr auto kInput = kHalf ? tl::DataType::kFloat16 : tl::DataType::kBFloat16;
+  static constexpr auto kSum = tl::DataType::kFloat32;
+
+  // score (+)= Q K^T over some columns
+  template <int kColumns, bool kClear>
+  MLA_DEVICE void scores(float* score, unsigned q, unsigned k) {
+    const unsigned long long of_q = descriptor(q, 1), of_k = descriptor(k, 1);
+#pragma unroll
+    for (int i = 0; i < kColumns / 16; ++i) {
+      const int offset = (i / 4 * 8192 + i % 4 * 32) / 16;
+      tl::wgmma_ss<kInput, kInput, kSum, 64, 64, 16, false, false, 1, 1>(
+          of_q + offset, of_k + offset, reinterpret_cast<uint32_t*>(score), !(kClear && i == 0));
+    }
+  }
+  // out += P V, P in shared memory
+  template <int kColumns>
+  MLA_DEVICE void product(float* out, unsigned p, unsigned v) {
+    const unsigned long long of_p = descriptor(p, 1), of_v = descriptor(v, 512);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      tl::wgmma_ss<kInput, kInput, kSum, 64, kColumns, 16, false, true, 1, 1>(
+          of_p + i * 2, of_v + i * 128, reinterpret_cast<uint32_t*>(out), 1);
+  }
+  // the same for 16 of the keys, P in registers
+  template <int kColumns>
+  MLA_DEVICE void quarter(float* out, const unsigned* p, unsigned v, int i) {
+    tl::wgmma_rs<kInput, kInput, kSum, 64, kColumns, 16, false, true, 1, 1>(
+        p + i * 4, descriptor(v, 512) + i * 128, reinterpret_cast<uint32_t*>(out), 1);
+  }
+  MLA_DEVICE unsigned pack(float first, float second) {
+    unsigned both;
+    if constexpr (kHalf)
+      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+    else
+      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+    return both;
+  }
+};
+
+MLA_DEVICE void store_matrices(unsigned at, const unsigned* v) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v[0]), "r"(v[1]),
+               "r"(v[2]), "r"(v[3])
+               : "memory");
+}
+
+// Of an accumulator, a thread has rows row() and row() + 8, and of each 8 columns two: x[8 columns][2 rows][2].
+MLA_DEVICE int row() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
+MLA_DEVICE void publish(float* to, const float* x) {
+  if (threadIdx.x % 4 == 0) {
+    to[row()] = x[0];
+    to[row() + 8] = x[1];
+  }
+}
+MLA_DEVICE void take(const float* from, float* x) {
+  x[0] = from[row()];
+  x[1] = from[row() + 8];
+}
+
+MLA_DEVICE void store_probabilities(unsigned panel, const unsigned* p) {
+  const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16, side = threadIdx.x / 16 % 2;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) store_matrices(panel + row * 128 + ((i * 2 + side ^ row & 7) << 4), p + i * 4);
+}
+
+// The maximum of each row of a block, in which what is not valid becomes -inf.
+MLA_DEVICE void peak(float* score, const Shared& s, int which, int number, float* top) {
+  if (s.holes[which] == number) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const int2 valid = *reinterpret_cast<const int2*>(&s.valid[which][n * 8 + threadIdx.x % 4 * 2]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        if (!(i % 2 ? valid.y : valid.x)) score[n * 4 + i] = -CUDART_INF_F;
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float top_of[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) top_of[n] = fmaxf(score[n * 4 + h * 2], score[n * 4 + h * 2 + 1]);
+#pragma unroll
+    for (int n = 4; n < 8; ++n)
+      top_of[n - 4] = fmaxf(top_of[n - 4], fmaxf(score[n * 4 + h * 2], score[n * 4 + h * 2 + 1]));
+    top[h] = fmaxf(fmaxf(top_of[0], top_of[1]), fmaxf(top_of[2], top_of[3]));
+  }
+#pragma unroll
+  for (int lanes = 1; lanes < 4; lanes *= 2) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], lanes));
+  }
+}
+
+// The reference of the exponentials rises to a block's maximum if that is far above it.
+MLA_DEVICE void settle(float* reference, const float* top, float scale) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    reference[h] = (top[h] - reference[h]) * scale > kSlack ? top[h] : reference[h];
+}
+
+template <int kCount>
+MLA_DEVICE void multiply(float* x, const float* factor) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) x[i] *= factor[i / 2 % 2];
+}
+
+// Where the reference has moved, which is seldom, older sums and results shrink: true in warps with such a row.
+template <int kCount>
+MLA_DEVICE bool follow(const float* before, const float* now, float scale, float* factor, float* total, float* out) {
+  if (!__any_sync(~0u, before[0] != now[0] || before[1] != now[1])) return false;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    factor[h] = exp2f((before[h] - now[h]) * scale);
+    total[h] *= factor[h];
+  }
+  multiply<kCount>(out, factor);
+  return true;
+}
+
+// Probabilities of a block and their product with the values, a quarter of the keys after the other.
+template <bool kHalf, int kColumns>
+MLA_DEVICE void weigh(float* score, unsigned* p, const float* reference, float scale, float* out, unsigned values) {
+  const float shift[2] = {reference[0] * scale, reference[1] * scale};
+  hold<kColumns / 2>(out);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+#pragma unroll
+    for (int i = k * 8; i < k * 8 + 8; ++i) score[i] = exp2f(score[i] * scale - shift[i / 2 % 2]);
+#pragma unroll
+    for (int i = k * 4; i < k * 4 + 4; ++i) p[i] = Type<kHalf>::pack(score[i * 2], score[i * 2 + 1]);
+    hold<4>(p + k * 4);
+    before_product();
+    Type<kHalf>::template quarter<kColumns>(out, p, values, k);
+  }
+  commit();
+}
+
+// A thread's probabilities are added to its totals; the four threads of a row add theirs up in the end.
+MLA_DEVICE void count_up(const float* score, float* total) {
+  float sum[4] = {};
+#pragma unroll
+  for (int i = 0; i < 32; ++i) sum[i % 4] += score[i];
+  total[0] += sum[0] + sum[1];
+  total[1] += sum[2] + sum[3];
+}
+
+// The end of an item, of both consumers (kSide 0 and 1): results, normalised, to shared memory, from where the producer
+// sends them on, or float32 parts to memory.
+template <int kRank, int kRope, bool kHalf, bool kSplit, int kSide>
+MLA_DEVICE void finish(float* out, float* total, const float* reference, Shared& s, const Arguments& a, unsigned base,
+                       int turn, long long out_row, int first) {
+  using P = Places<kRank, kRope>;
+  constexpr int kColumns = kSide ? P::kRight : P::kLeft;
+#pragma unroll
+  for (int lanes = 1; lanes < 4; lanes *= 2) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) total[h] += __shfl_xor_sync(~0u, total[h], lanes);
+  }
+  publish(s.total[kSide], total);
+  if (!kSplit) await(s.unstaged, turn & 1 ^ 1);  // the last item's results have been read
+  meet<kConsumers, 256>();                       // the products of both have ended, too
+  float factor[2];
+  take(s.total[1 - kSide], factor);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int head = first + row() + h * 8;
+    const float all = total[h] + factor[h];
+    const float sink =
+        a.has_sink && head < a.heads ? exp2f(a.sink[head] * kLog2e - reference[h] * a.scale) : 0.f;
+    factor[h] = all == 0.f ? 0.f : 1.f / (all + sink);
+    if (kSide == 0 && threadIdx.x % 4 == 0 && head < a.heads) {
+      const long long at = out_row * a.heads + head;
+      float& lse = kSplit ? static_cast<float*>(a.out)[at * (kRank + 4) + kRank] : a.lse[at];  // of a part behind it
+      lse = all == 0.f ? -CUDART_INF_F : (log2f(all) + reference[h] * a.scale) * kLn2;
+    }
+  }
+  multiply<kColumns / 2>(out, factor);
+  if constexpr (kSplit) {
+    float* to = static_cast<float*>(a.out) + (out_row * a.heads + first + row()) * (kRank + 4) + kSide * P::kLeft +
+                threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (first + row() + h * 8 < a.heads) {
+#pragma unroll
+        for (int n = 0; n < kColumns / 8; ++n)
+          *reinterpret_cast<float2*>(to + h * 8 * (kRank + 4) + n * 8) =
+              make_float2(out[n * 4 + h * 2], out[n * 4 + h * 2 + 1]);
+      }
+    }
+    meet<kConsumers, 256>();  // both have taken the totals
+  } else {
+    const int staged_row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16, side = threadIdx.x / 16 % 2;
+    const unsigned at =
+        base + (kSide ? P::kEvenRight : P::kOddLeft) + staged_row * (kColumns * 2 + 16) + side * 16;
+#pragma unroll
+    for (int i = 0; i < kColumns / 16; ++i) {
+      unsigned v[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) v[k] = Type<kHalf>::pack(out[i * 8 + k * 2], out[i * 8 + k * 2 + 1]);
+      store_matrices(at + i * 32, v);
+    }
+    fence();
+    arrive_as_warp(s.staged);
+  }
+}
+
+// Producer: an item's results from where they are staged to memory, a row of a half by each thread.
+template <int kRank, int kRope>
+MLA_DEVICE void send(Shared& s, const Arguments& a, unsigned base, int turn, long long out_row, int first) {
+  using P = Places<kRank, kRope>;
+  await(s.staged, turn & 1);
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
+  if (first + row < a.heads) {
+    char* to = static_cast<char*>(a.out) + (out_row * a.heads + first + row) * (kRank * 2);
+    if (lane < 16)
+      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+                   "r"(base + P::kOddLeft + row * (P::kLeft * 2 + 16)), "n"(P::kLeft * 2)
+                   : "memory");
+    else
+      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to + P::kLeft * 2),
+                   "r"(base + P::kEvenRight + row * (P::kRight * 2 + 16)), "n"(P::kRight * 2)
+                   : "memory");
+  }
+  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+  meet<kProducers, 128>();
+  if (threadIdx.x % 128 == 0) arrive(s.unstaged);
+}
+
+template <int kRank, int kRope, bool kHalf, bool kSplit>
+MLA_DEVICE void consume_even(const Arguments& a, Shared& s, unsigned base, int items) {
+  using P = Places<kRank, kRope>;
+  using Of = Type<kHalf>;
+  int used0 = 0, used1 = 0;
+  for (int turn = 0; turn < items; ++turn) {
+    const int item = blockIdx.x + turn * gridDim.x, first = item % a.tiles * 64;
+    float out[P::kLeft / 2], score[32], total[2] = {}, reference[2] = {kLowest, kLowest};
+    unsigned p[16];
+#pragma unroll
+    for (int i = 0; i < P::kLeft / 2; ++i) out[i] = 0.f;
+    await(s.q_full, turn & 1);
+    const int count = s.count;
+
+    const auto left_scores = [&](int phase) {
+      await(s.full[0], phase);
+      fence();
+      hold<32>(score);
+      before_product();
+      Of::template scores<P::kLeft, true>(score, base + P::kQ, base + P::kEvenLeft);
+      commit();
+    };
+    const auto right_scores = [&](int phase) {
+      await(s.full[1], phase);
+      fence();
+      before_product();
+      Of::template scores<P::kRight, false>(score, base + P::kQ + P::kLeft * 128, base + P::kEvenRight);
+      Of::template scores<kRope, false>(score, base + P::kQRope, base + P::kEvenRope);
+      commit();
+      wait_products<0>();
+      hold<32>(score);
+      hold<P::kLeft / 2>(out);
+    };
+    // Softmax of an even block and product with it; alone: no odd block follows.
+    const auto own = [&](int number, bool alone) {
+      float top[2], factor[2];
+      const float before[2] = {reference[0], reference[1]};
+      peak(score, s, 0, number, top);
+      settle(reference, top, a.scale);
+      publish(s.highest[0], reference);
+      arrive_as_warp(s.max_full);
+      follow<P::kLeft / 2>(before, reference, a.scale, factor, total, out);
+      weigh<kHalf, P::kLeft>(score, p, reference, a.scale, out, base + P::kEvenLeft);
+      meet<kFirst, 128>();  // every warp's product has read the rope part, whose place P takes
+      store_probabilities(base + P::kEvenP, p);
+      fence();
+      if (alone) arrive_as_warp(s.p_full[0]);
+      count_up(score, total);
+      wait_products<0>();
+      hold<P::kLeft / 2>(out);
+      arrive_as_warp(s.free[0]);
+    };
+    // The even block's probabilities are handed over, once the odd block's maximum is known; the product with the odd
+    // block's is started.
+    const auto other = [&](int phase) {
+      float factor[2];
+      const float before[2] = {reference[0], reference[1]};
+      await(s.p_full[1], phase);
+      take(s.highest[1], reference);
+      if (follow<P::kLeft / 2>(before, reference, a.scale, factor, total, out)) {
+        multiply<32>(score, factor);
+#pragma unroll
+        for (int i = 0; i < 16; ++i) p[i] = Of::pack(score[i * 2], score[i * 2 + 1]);
+        store_probabilities(base + P::kEvenP, p);
+        fence();
+      }
+      arrive_as_warp(s.p_full[0]);
+      hold<P::kLeft / 2>(out);
+      before_product();
+      Of::template product<P::kLeft>(out, base + P::kOddP, base + P::kOddLeft);
+      commit();
+    };
+
+    if (count > 0) {
+      left_scores(used0 & 1);
+      right_scores(used0 & 1);
+    }
+    for (int i = 0; i < (count - 1) / 2; ++i) {  // pairs that a block follows
+      own(2 * i + 1, false);
+      other(used1 + i & 1);
+      left_scores(used0 + i + 1 & 1);
+      wait_products<1>();
+      arrive_as_warp(s.free[2]);
+      right_scores(used0 + i + 1 & 1);
+    }
+    arrive_as_warp(s.q_free);
+    if (count > 0) {
+      const bool pair = count % 2 == 0;
+      own(pair ? count - 1 : count, !pair);
+      if (pair) {
+        other(used1 + count / 2 - 1 & 1);
+        wait_products<0>();
+        hold<P::kLeft / 2>(out);
+        arrive_as_warp(s.free[2]);
+      }
+    }
+    used0 += (count + 1) / 2;
+    used1 += count / 2;
+    finish<kRank, kRope, kHalf, kSplit, 0>(out, total, reference, s, a, base, turn, item / a.tiles, first);
+  }
+}
+
+template <int kRank, int kRope, bool kHalf, bool kSplit>
+MLA_DEVICE void consume_odd(const Arguments& a, Shared& s, unsigned base, int items) {
+  using P = Places<kRank, kRope>;
+  using Of = Type<kHalf>;
+  int used0 = 0, used1 = 0;
+  for (int turn = 0; turn < items; ++turn) {
+    const int item = blockIdx.x + turn * gridDim.x, first = item % a.tiles * 64;
+    float out[P::kRight / 2], score[32], total[2] = {}, reference[2] = {kLowest, kLowest}, factor[2];
+    unsigned p[16];
+#pragma unroll
+    for (int i = 0; i < P::kRight / 2; ++i) out[i] = 0.f;
+    await(s.q_full, turn & 1);
+    const int count = s.count;
+    for (int i = 0; i < count / 2; ++i) {
+      await(s.full[3], used1 + i & 1);
+      fence();
+      hold<32>(score);
+      before_product();
+      Of::template scores<P::kRight, true>(score, base + P::kQ + P::kLeft * 128, base + P::kOddRight);
+      Of::template scores<kRope, false>(score, base + P::kQRope, base + P::kOddRope);
+      commit();
+      await(s.full[2], used1 + i & 1);
+      fence();
+      before_product();
+      Of::template scores<P::kLeft, false>(score, base + P::kQ, base + P::kOddLeft);
+      commit();
+      wait_products<0>();
+      hold<32>(score);
+      if (2 * i + 2 == count) arrive_as_warp(s.q_free);
+
+      float top[2];
+      const float before[2] = {reference[0], reference[1]};
+      peak(score, s, 1, 2 * i + 2, top);
+      await(s.max_full, used0 + i & 1);
+      take(s.highest[0], reference);
+      settle(reference, top, a.scale);
+      follow<P::kRight / 2>(before, reference, a.scale, factor, total, out);
+      publish(s.highest[1], reference);
+      weigh<kHalf, P::kRight>(score, p, reference, a.scale, out, base + P::kOddRight);
+      store_probabilities(base + P::kOddP, p);
+      fence();
+      arrive_as_warp(s.p_full[1]);
+      count_up(score, total);
+      await(s.p_full[0], used0 + i & 1);
+      before_product();
+      Of::template product<P::kRight>(out, base + P::kEvenP, base + P::kEvenRight);
+      commit();
+      wait_products<1>();
+      arrive_as_warp(s.free[3]);
+      wait_products<0>();
+      hold<P::kRight / 2>(out);
+      arrive_as_warp(s.free[1]);
+    }
+    if (count == 0 || count % 2 == 1) arrive_as_warp(s.q_free);
+    if (count % 2 == 1) {
+      const float before[2] = {reference[0], reference[1]};
+      await(s.p_full[0], used0 + count / 2 & 1);
+      take(s.highest[0], reference);
+      follow<P::kRight / 2>(before, reference, a.scale, factor, total, out);
+      hold<P::kRight / 2>(out);
+      before_product();
+      Of::template product<P::kRight>(out, base + P::kEvenP, base + P::kEvenRight);
+      commit();
+      wait_products<0>();
+      hold<P::kRight / 2>(out);
+      arrive_as_warp(s.free[1]);
+    }
+    used0 += (count + 1) / 2;
+    used1 += count / 2;
+    finish<kRank, kRope, kHalf, kSplit, 1>(out, total, reference, s, a, base, turn, item / a.tiles, first);
+  }
+}
+
+MLA_DEVICE void copy(unsigned to, const char* from, bool exists) {  // or zeros, and nothing is read
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0) : "memory");
+}
+
+// Eight threads a row, 16 rows at a time. A row that is not valid becomes zeros, so that nothing stale or NaN can
+// reach a product. index holds a thread's entries of a pair of blocks; those of the next are asked for behind the
+// pair's copies: copies are handled in the order of issue, and would wait for entries that come from memory.
+template <int kRank, int kRope, bool kSplit>
+MLA_DEVICE void produce(const Arguments& a, Shared& s, unsigned base, int items) {
+  using P = Places<kRank, kRope>;
+  const int thread = threadIdx.x % 128, lane = thread % 8, row = thread / 8;
+  const unsigned mine = base + row * 128 + ((lane ^ row & 7) << 4);
+  int used0 = 0, used1 = 0;
+  long long out_row = 0, sent_row = 0;
+  int sent_first = 0;
+  for (int turn = 0; turn < items; ++turn) {
+    const int item = blockIdx.x + turn * gridDim.x, first = item % a.tiles * 64;
+    out_row = item / a.tiles;
+    const long long query = kSplit ? out_row / a.parts : out_row;
+    const int* list = a.indices + query * a.entries;
+    int begin = 0, end;
+    if (kSplit)
+      end = list_end(list, a.limits ? min(a.lengths[query], a.entries) : a.entries, a.tokens);
+    else
+      end = a.lengths[query];
+    if (kSplit) {
+      const int length = ((end + 63) / 64 + a.parts - 1) / a.parts * 64;  // entries of a part
+      begin = min(static_cast<int>(out_row % a.parts) * length, end);
+      end = min(begin + length, end);
+    }
+    const int count = (end - begin + 63) / 64, pairs = (count + 1) / 2;
+    int index[8];
+    const auto fetch = [&](int from) {
+#pragma unroll
+      for (int r = 0; r < 8; ++r) index[r] = from + r * 16 + row < end ? list[from + r * 16 + row] : -1;
+    };
+    const auto valid = [&](int entry) { return entry >= 0 && entry < a.tokens; };
+    // Say which rows of a block are valid, and if not all are; number is the block's in its item, from 1.
+    const auto mark = [&](int b, int number) {
+      if (lane == 0) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+          s.valid[b][r * 16 + row] = valid(index[b * 4 + r]);
+          if (!valid(index[b * 4 + r])) s.holes[b] = number;
+        }
+      }
+    };
+    const auto copy_rows = [&](int b, int to, int column, auto panels) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const bool exists = valid(index[b * 4 + r]);
+        const char* from = static_cast<const char*>(a.kv) + lane * 16 + column * 2 +
+                           static_cast<long long>(exists ? index[b * 4 + r] : 0) * (P::kWidth * 2);
+#pragma unroll
+        for (int u = 0; u < decltype(panels)::value; ++u)
+          copy(mine + to + u * 8192 + r * 2048, from + u * 128, exists);
+      }
+    };
+    constexpr std::integral_constant<int, P::kLeft / 64> left{};
+    constexpr std::integral_constant<int, P::kRight / 64> right{};
+    constexpr std::integral_constant<int, kRope / 64> rope{};
+
+    fetch(begin);
+    await(s.q_free, turn & 1 ^ 1);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const int head = first + r * 16 + row;
+      const char* from = static_cast<const char*>(a.q) + lane * 16 +
+                         (query * a.heads + min(head, a.heads - 1)) * (P::kWidth * 2);
+#pragma unroll
+      for (int u = 0; u < P::kWidth / 64; ++u) copy(mine + P::kQ + u * 8192 + r * 2048, from + u * 128, head < a.heads);
+    }
+    arrive_with_copies(s.q_full);
+    if (thread == 0) {
+      s.count = count;
+      arrive(s.q_full);
+    }
+    for (int i = 0; i < pairs; ++i) {
+      const bool both = 2 * i + 1 < count;
+      await(s.free[0], used0 + i & 1 ^ 1);
+      mark(0, 2 * i + 1);
+      copy_rows(0, P::kEvenLeft, 0, left);
+      arrive_with_copies(s.full[0]);
+      if (both) {
+        await(s.free[3], used1 + i & 1 ^ 1);
+        mark(1, 2 * i + 2);
+        copy_rows(1, P::kOddRight, P::kLeft, right);
+        copy_rows(1, P::kOddRope, kRank, rope);
+        arrive_with_copies(s.full[3]);
+        if (lane == 0) arrive(s.full[3]);  // with release order, for the marks
+      }
+      if (!kSplit && i == 0 && turn > 0) send<kRank, kRope>(s, a, base, turn - 1, sent_row, sent_first);
+      await(s.free[1], used0 + i & 1 ^ 1);
+      copy_rows(0, P::kEvenRight, P::kLeft, right);
+      copy_rows(0, P::kEvenRope, kRank, rope);
+      arrive_with_copies(s.full[1]);
+      if (lane == 0) arrive(s.full[1]);
+      if (both) {
+        await(s.free[2], used1 + i & 1 ^ 1);
+        copy_rows(1, P::kOddLeft, 0, left);
+        arrive_with_copies(s.full[2]);
+      }
+      fetch(begin + (i + 1) * 128);
+    }
+    if (!kSplit && pairs == 0 && turn > 0) send<kRank, kRope>(s, a, base, turn - 1, sent_row, sent_first);
+    used0 += pairs;
+    used1 += count / 2;
+    sent_row = out_row;
+    sent_first = first;
+  }
+  if (!kSplit && items > 0) send<kRank, kRope>(s, a, base, items - 1, sent_row, sent_first);
+}
+
+template <int kRank, int kRope, bool kHalf, bool kSplit>
+MLA_DEVICE void run(void* memory, const void* q, const void* kv, const int* indices, const int* lengths, int limits,
+                    const float* sink, void* out, float* lse, int rows, int parts, int tiles, int tokens, int heads,
+                    int entries, int has_sink, float scale) {
+  __shared__ Shared s;
+  const Arguments a{q,    kv,    indices, lengths, limits, sink,    out,      lse,
+                    rows, parts, tiles,   tokens,  heads,  entries, has_sink, scale};
+  const unsigned base = address(memory);
+  const int items = (rows * tiles - static_cast<int>(blockIdx.x) + gridDim.x - 1) / gridDim.x;
+  if (threadIdx.x == 0) {
+    s.holes[0] = s.holes[1] = 0;
+    start(s.q_full, 129);
+    start(s.q_free, 2 * kWarps);
+    for (int piece = 0; piece < 4; ++piece) {
+      start(s.full[piece], piece % 2 ? 128 + 16 : 128);
+      start(s.free[piece], kWarps);
+    }
+    start(s.max_full, kWarps);
+    start(s.p_full[0], kWarps);
+    start(s.p_full[1], kWarps);
+    start(s.staged, 2 * kWarps);
+    start(s.unstaged, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
+    consume_even<kRank, kRope, kHalf, kSplit>(a, s, base, items);
+  } else if (threadIdx.x < 256) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
+    consume_odd<kRank, kRope, kHalf, kSplit>(a, s, base, items);
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
+    produce<kRank, kRope, kSplit>(a, s, base, items);
+  }
+}
+
+}  // namespace mla_many
+"""
