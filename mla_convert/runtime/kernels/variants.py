@@ -75,8 +75,8 @@ def _sparse(spec: AttentionSpec, dtype: torch.dtype) -> Iterator[Variant]:
 def _dense(spec: AttentionSpec, dtype: torch.dtype) -> Iterator[Variant]:
     yield Variant("dense attention: schedule", dense_mla.plan_kernel)
     is_fp8 = (spec.rank, spec.rope) == (kv_cache.RANK, kv_cache.ROPE) and dtype == torch.bfloat16
-    decoded = {dense_mla.tile_rows(tokens * spec.heads) for tokens in range(1, MOST_DECODED + 1)}
-    for tile in sorted(decoded | {dense_mla.TILE}):
+    rows_of_steps = [tokens * spec.heads for tokens in range(1, MOST_DECODED + 1)]
+    for tile in sorted({dense_mla.tile_rows(rows) for rows in (*rows_of_steps, dense_mla.FEW + 1)}):
         rank, rope = dense_mla.native(tile, spec.rank, spec.rope)
         name = f"dense attention: {tile} rows, {rank} + {rope} dims"
         for fp8 in (False, True) if is_fp8 else (False,):
