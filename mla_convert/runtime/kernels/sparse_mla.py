@@ -387,7 +387,8 @@ def unsupported(q_SHE: Tensor | Argument, d_v: int, scale: float) -> str | None:
 def compile_for(heads: int, rank: int, rope: int, dtype: torch.dtype, split: bool = False) -> Any:
     """The attention kernel for a head count and native sizes; compiles without a GPU, once per variant.
 
-    ``split`` is for few queries, where several thread blocks share a list: its results go to ``combine_kernel``.
+    ``split`` is for few queries of more than ``FEW`` heads, where several thread blocks share a list: its results go
+    to ``combine_kernel``. Up to ``FEW`` heads, one program does both.
     """
     name = DTYPES[dtype]
     if heads > 32:
