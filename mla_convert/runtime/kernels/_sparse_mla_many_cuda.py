@@ -19,8 +19,8 @@ constexpr int kWarps = 4;  // of a warpgroup; a barrier counts warps, not thread
 
 struct Arguments {
   const void *q, *kv;
-  const int *indices, *lengths;
-  int limits;
+  const int *indices, *limits;
+  int has_limits;
   const float* sink;
   void* out;
   float* lse;
@@ -523,11 +523,7 @@ MLA_DEVICE void produce(const Arguments& a, Shared& s, unsigned base, int items)
     out_row = item / a.tiles;
     const long long query = kSplit ? out_row / a.parts : out_row;
     const int* list = a.indices + query * a.entries;
-    int begin = 0, end;
-    if (kSplit)
-      end = list_end(list, a.limits ? min(a.lengths[query], a.entries) : a.entries, a.tokens);
-    else
-      end = a.lengths[query];
+    int begin = 0, end = list_end(list, a.has_limits ? min(a.limits[query], a.entries) : a.entries, a.tokens);
     if (kSplit) {
       const int length = ((end + 63) / 64 + a.parts - 1) / a.parts * 64;  // entries of a part
       begin = min(static_cast<int>(out_row % a.parts) * length, end);
@@ -617,12 +613,12 @@ MLA_DEVICE void produce(const Arguments& a, Shared& s, unsigned base, int items)
 }
 
 template <int kRank, int kRope, bool kHalf, bool kSplit>
-MLA_DEVICE void run(void* memory, const void* q, const void* kv, const int* indices, const int* lengths, int limits,
+MLA_DEVICE void run(void* memory, const void* q, const void* kv, const int* indices, const int* limits, int has_limits,
                     const float* sink, void* out, float* lse, int rows, int parts, int tiles, int tokens, int heads,
                     int entries, int has_sink, float scale) {
   __shared__ Shared s;
-  const Arguments a{q,    kv,    indices, lengths, limits, sink,    out,      lse,
-                    rows, parts, tiles,   tokens,  heads,  entries, has_sink, scale};
+  const Arguments a{q,    kv,    indices, limits, has_limits, sink,    out,      lse,
+                    rows, parts, tiles,   tokens, heads,      entries, has_sink, scale};
   const unsigned base = address(memory);
   const int items = (rows * tiles - static_cast<int>(blockIdx.x) + gridDim.x - 1) / gridDim.x;
   if (threadIdx.x == 0) {

@@ -232,9 +232,9 @@ def _attend(
     out_SHR: Tensor,
     lse_SH: Tensor,
 ) -> None:
-    """Two launches: where the lists end, and the attention."""
-    lengths_S = list_lengths(indices_SK, limits_S, plan.tokens)
-    share.attend(q_SHE, kv_TE, indices_SK, lengths_S, share.grid, 1, sink_H, has_sink, scale, out_SHR, lse_SH)
+    """One launch, whose producers find where the lists end."""
+    limits = unread(torch.int32, plan.device, 0) if limits_S is None else limits_S
+    share.attend(q_SHE, kv_TE, indices_SK, limits, share.grid, 1, sink_H, has_sink, scale, out_SHR, lse_SH)
 
 
 def _attend_in_parts(
