@@ -1,7 +1,7 @@
 """The program of ``sparse_mla`` for tiles of 64 heads, in CUDA C++; ``_sparse_mla_many`` describes it.
 
 It is written by hand for the order of its instructions: a quarter of a block's probabilities is multiplied while the
-next ones are computed, and no fence stands between products that do not need one.
+next are computed, and nothing waits in between.
 
 Shared memory holds panels: 64 rows of 64 columns, 128 bytes a row under the 128-byte swizzle. A panel of keys is an
 operand as it is (scores) and transposed (values).
@@ -24,7 +24,7 @@ struct Arguments {
   const float* sink;
   void* out;
   float* lse;
-  int rows, parts, tiles, tokens, heads, entries, has_sink;
+  int parts, tiles, tokens, heads, entries, has_sink;
   float scale;
 };
 
@@ -44,7 +44,7 @@ struct Places {
   static constexpr int kEvenLeft = 0, kEvenRight = kEvenLeft + kLeft * 128, kEvenRope = kEvenRight + kRight * 128,
                        kOddLeft = kEvenRope + (kRope > 64 ? kRope : 64) * 128, kOddP = kOddLeft + kLeft * 128,
                        kOddRight = kOddP + 64 * 128, kOddRope = kOddRight + kRight * 128,
-                       kQ = kOddRope + kRope * 128, kQRope = kQ + kRank * 128, kShared = kQRope + kRope * 128;
+                       kQ = kOddRope + kRope * 128, kQRope = kQ + kRank * 128;
   static constexpr int kEvenP = kEvenRope;  // probabilities take the place of the block's rope part
 };
 
@@ -617,8 +617,8 @@ MLA_DEVICE void run(void* memory, const void* q, const void* kv, const int* indi
                     const float* sink, void* out, float* lse, int rows, int parts, int tiles, int tokens, int heads,
                     int entries, int has_sink, float scale) {
   __shared__ Shared s;
-  const Arguments a{q,    kv,    indices, limits, has_limits, sink,    out,      lse,
-                    rows, parts, tiles,   tokens, heads,      entries, has_sink, scale};
+  const Arguments a{q,     kv,    indices, limits, has_limits, sink,    out,      lse,
+                    parts, tiles, tokens,  heads,  entries,    has_sink, scale};
   const unsigned base = address(memory);
   const int items = (rows * tiles - static_cast<int>(blockIdx.x) + gridDim.x - 1) / gridDim.x;
   if (threadIdx.x == 0) {
