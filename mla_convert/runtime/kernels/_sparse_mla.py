@@ -1,11 +1,11 @@
 """What the attention programs of ``sparse_mla`` share, and the small programs around them.
 
-``lengths`` finds where each list ends, so that no block behind its last valid entry is read. The attention
-programs run as many thread blocks as there are multiprocessors, and gather listed rows by 16-byte cp.async, with
-zero fill for what is not valid. In two of them a thread block takes one item (a query and up to 64 heads) after
-another, with 384 threads: a producer warpgroup gathers 64 rows at a time, and two consumer warpgroups compute. Rows
-are handed over and freed in pieces, so that products start on one while the next is still in flight, and the
-producer is at the next item while the consumers finish one.
+No block behind a list's last valid entry is read: ``list_end`` finds it inside a program, ``lengths`` in a launch of
+its own. The attention programs run as many thread blocks as there are multiprocessors, and gather listed rows by
+16-byte cp.async, with zero fill for what is not valid. In two of them a thread block takes one item (a query and up
+to 64 heads) after another, with 384 threads: a producer warpgroup gathers 64 rows at a time, and two consumer
+warpgroups compute. Rows are handed over and freed in pieces, so that products start on one while the next is still in
+flight, and the producer is at the next item while the consumers finish one.
 
 - ``_sparse_mla_pairs.pair_heads`` (many queries of up to 8 heads): each pair of warps gathers and computes by itself.
 - ``_sparse_mla_few.few_heads`` (up to 32 heads): keys are the M side of each product and heads the N side, so
