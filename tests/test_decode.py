@@ -242,12 +242,15 @@ def test_decode_from_fp8_is_decode_from_what_the_rows_hold(sparse: bool) -> None
         ({"kv_cache": torch.zeros(2, 8, 656, dtype=torch.uint8)}, r"FP8 rows hold 512 \+ 64 dims"),
         ({"attn_sink": torch.zeros(4)}, r"attn_sink \[4\] for 3 heads"),
         ({"d_v": 21}, "d_v is 21"),
+        ({"cache_seqlens": torch.ones(2)}, "cache_seqlens is torch.float32, expected int32 or int64"),
+        ({"indices": torch.zeros(2, 1, 4)}, "indices is torch.float32, expected int32 or int64"),
+        ({"cache_seqlens": torch.ones(2).int().to("meta")}, "cache_seqlens is on meta, and not on cpu"),
     ],
 )
 def test_arguments_that_contradict_each_other(change: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {
         "kv_cache": torch.zeros(2, 8, 20),
-        "cache_seqlens": torch.ones(2),
+        "cache_seqlens": torch.ones(2, dtype=torch.int32),
         "scale": 1.0,
         "d_v": 16,
     }

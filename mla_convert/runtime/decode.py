@@ -161,6 +161,15 @@ def _problems(
             yield f"topk_length {list(topk_length.shape)} for {batch} x {queries} tokens"
     if attn_sink is not None and attn_sink.shape != (heads,):
         yield f"attn_sink {list(attn_sink.shape)} for {heads} heads"
-    for other in (kv_cache, cache_seqlens, block_table, indices, topk_length, attn_sink):
-        if other is not None and other.device != q_BSHE.device:
-            yield f"q is on {q_BSHE.device} and another argument is not"
+    whole = {
+        "cache_seqlens": cache_seqlens,
+        "block_table": block_table,
+        "indices": indices,
+        "topk_length": topk_length,
+    }
+    for name, tensor in whole.items():
+        if tensor is not None and tensor.dtype not in (torch.int32, torch.int64):
+            yield f"{name} is {tensor.dtype}, expected int32 or int64"
+    for name, tensor in {"kv_cache": kv_cache, **whole, "attn_sink": attn_sink}.items():
+        if tensor is not None and tensor.device != q_BSHE.device:
+            yield f"{name} is on {tensor.device}, and not on {q_BSHE.device}"
