@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +15,15 @@ from mla_convert.runtime.dispatch import resolve_backend
 from mla_convert.runtime.indexer_loss import indexer_loss
 
 META = "meta"
+
+
+def kernels(module: str, name: str) -> list[Callable[..., Any]]:
+    """The entry point of a kernel, where TileLang is installed; no GPU is needed to be refused."""
+    if importlib.util.find_spec("tilelang") is None:
+        return []
+    return [getattr(importlib.import_module(f"mla_convert.runtime.kernels.{module}"), name)]
+
+
 SPARSE: list[tuple[dict[str, Any], str]] = [
     ({"q_SHE": torch.zeros(3, 40)}, r"q \[3, 40\]"),
     ({"q_SHE": torch.zeros(1, 1, 3, 4, 40)}, r"q \[1, 1, 3, 4, 40\]"),
@@ -19,18 +31,18 @@ SPARSE: list[tuple[dict[str, Any], str]] = [
     ({"kv_TE": torch.zeros(9, 2, 40)}, r"kv \[9, 2, 40\].* \[T, E\] or \[T, 1, E\]"),
     ({"kv_TE": torch.zeros(9, 41)}, "q has 40 dims a head and kv 41 a token"),
     ({"kv_TE": torch.zeros(9, 40).double()}, "q is torch.float32 and kv torch.float64"),
-    ({"kv_TE": torch.zeros(9, 40, device=META)}, "q is on cpu and kv is not"),
+    ({"kv_TE": torch.zeros(9, 40, device=META)}, "kv is on meta, and not on cpu"),
     ({"q_SHE": torch.ones(3, 4, 40).int(), "kv_TE": torch.ones(9, 40).int()}, "q is torch.int32, no floating"),
     ({"indices_SK": torch.zeros(5).int()}, r"indices \[5\]"),
     ({"indices_SK": torch.zeros(1, 5).int()}, "3 queries and 1 lists"),
     ({"indices_SK": torch.zeros(3, 5)}, "indices is torch.float32, expected int32 or int64"),
     ({"indices_SK": torch.zeros(3, 5).to(torch.uint8)}, "indices is torch.uint8, expected int32 or int64"),
-    ({"indices_SK": torch.zeros(3, 5, dtype=torch.int32, device=META)}, "q is on cpu and indices on meta"),
+    ({"indices_SK": torch.zeros(3, 5, dtype=torch.int32, device=META)}, "indices is on meta, and not on cpu"),
     ({"topk_length": torch.tensor([1])}, r"topk_length \[1\] for 3 queries"),
     ({"topk_length": torch.tensor([1, 2, 3, 4])}, r"topk_length \[4\] for 3 queries"),
     ({"topk_length": torch.ones(3)}, "topk_length is torch.float32, expected int32 or int64"),
     ({"attn_sink": torch.zeros(1)}, r"attn_sink \[1\] for 4 heads"),
-    ({"attn_sink": torch.zeros(4, device=META)}, "q is on cpu and attn_sink is not"),
+    ({"attn_sink": torch.zeros(4, device=META)}, "attn_sink is on meta, and not on cpu"),
     ({"d_v": 0}, "d_v is 0 and a token has 40 dims"),
     ({"d_v": 41}, "d_v is 41 and a token has 40 dims"),
 ]  # fmt: skip
@@ -43,11 +55,10 @@ def sparse_arguments(change: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("change, message", SPARSE)
 def test_sparse(change: dict[str, Any], message: str) -> None:
+    backend = resolve_backend("reference", "cpu")
     for function in (
-        reference.sparse_mla,
-        autograd.sparse_mla,
-        resolve_backend("reference", "cpu").sparse_mla,
-    ):
+        reference.sparse_mla, autograd.sparse_mla, backend.sparse_mla, *kernels("sparse_mla", "sparse_mla")
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             function(**sparse_arguments(change))
 
@@ -60,7 +71,7 @@ def test_sparse(change: dict[str, Any], message: str) -> None:
         ({"d_out_SHR": torch.zeros(3, 32)}, r"d_out is \[3, 32\], expected \[3, 4, 32\]"),
         ({"lse_SH": torch.zeros(4, 3)}, r"lse is \[4, 3\], expected \[3, 4\]"),
         ({"d_lse": torch.zeros(3, 1)}, r"d_lse is \[3, 1\], expected \[3, 4\]"),
-        ({"lse_SH": torch.zeros(3, 4, device=META)}, "q is on cpu and lse on meta"),
+        ({"lse_SH": torch.zeros(3, 4, device=META)}, "lse is on meta, and not on cpu"),
     ],
 )
 def test_sparse_backward(change: dict[str, Any], message: str) -> None:
@@ -69,8 +80,9 @@ def test_sparse_backward(change: dict[str, Any], message: str) -> None:
         "lse_SH": torch.zeros(3, 4),
         "d_out_SHR": torch.zeros(3, 4, 32),
     }
-    with pytest.raises(ValueError, match=message):
-        backward.sparse_mla_backward(**sparse_arguments(results | change))
+    for function in (backward.sparse_mla_backward, *kernels("sparse_mla_backward", "sparse_mla_backward")):
+        with pytest.raises(ValueError, match=message):
+            function(**sparse_arguments(results | change))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +93,7 @@ def test_sparse_backward(change: dict[str, Any], message: str) -> None:
         ({"kv_TE": torch.zeros(9, 40).half()}, "q is torch.float32 and kv torch.float16"),
         ({"ends": torch.tensor([1])}, r"ends \[1\]: it needs one entry for each of 3 queries"),
         ({"starts": torch.zeros(3)}, "starts is torch.float32, expected int32 or int64"),
-        ({"rows_S": torch.zeros(3, dtype=torch.int32, device=META)}, "q is on cpu and rows_S on meta"),
+        ({"rows_S": torch.zeros(3, dtype=torch.int32, device=META)}, "rows_S is on meta, and not on cpu"),
         ({"rows_S": torch.arange(3), "ends": torch.arange(3)}, "pass one of them"),
         ({"attn_sink": torch.zeros(5)}, r"attn_sink \[5\] for 4 heads"),
         ({"d_v": -1}, "d_v is -1"),
@@ -94,7 +106,8 @@ def test_dense(change: dict[str, Any], message: str) -> None:
         "scale": 0.2,
         "d_v": 32,
     } | change
-    for function in (reference.dense_mla, resolve_backend("reference", "cpu").dense_mla):
+    backend = resolve_backend("reference", "cpu")
+    for function in (reference.dense_mla, backend.dense_mla, *kernels("dense_mla", "dense_mla")):
         with pytest.raises(ValueError, match=message):
             function(**arguments)
 
@@ -106,7 +119,7 @@ def test_dense(change: dict[str, Any], message: str) -> None:
         ({"k_TJ": torch.zeros(9, 15)}, "q has 16 dims a head and k 15 a key"),
         ({"k_TJ": torch.zeros(9, 16).half()}, "q is torch.float32 and k torch.float16"),
         ({"weights_SI": torch.zeros(3)}, r"weights \[3\] for 3 x 4"),
-        ({"weights_SI": torch.zeros(3, 4, device=META)}, "q is on cpu and weights is not"),
+        ({"weights_SI": torch.zeros(3, 4, device=META)}, "weights is on meta, and not on cpu"),
         ({"ends": torch.tensor([5])}, r"ends \[1\]: it needs one entry for each of 3 queries"),
         ({"ends": torch.ones(3)}, "ends is torch.float32, expected int32 or int64"),
         ({"q_scale": torch.ones(3)}, "q_scale needs one entry for each of 3 queries and 4 heads"),
@@ -116,12 +129,15 @@ def test_dense(change: dict[str, Any], message: str) -> None:
 def test_indexer(change: dict[str, Any], message: str) -> None:
     arguments = {"q_SIJ": torch.zeros(3, 4, 16), "k_TJ": torch.zeros(9, 16), "weights_SI": torch.zeros(3, 4)}
     backend = resolve_backend("reference", "cpu")
-    for logits in (selection.indexer_logits, backend.indexer_logits):
+    by_kernels = kernels("indexer_logits", "indexer_logits")
+    for logits in (selection.indexer_logits, backend.indexer_logits, *by_kernels):
         with pytest.raises(ValueError, match=message):
             logits(**arguments | change)
-    for select in (selection.indexer_select, backend.indexer_select):
+    by_kernels = kernels("indexer_select", "indexer_select")
+    for select in (selection.indexer_select, backend.indexer_select, *by_kernels):
         with pytest.raises(ValueError, match=message):
             select(**arguments | change, topk=3)
+    for select in (selection.indexer_select, backend.indexer_select):
         with pytest.raises(ValueError, match="top-k of 0 keys"):
             select(**arguments, topk=0)
 
@@ -136,7 +152,8 @@ def test_indexer(change: dict[str, Any], message: str) -> None:
     ],
 )
 def test_topk(change: dict[str, Any], message: str) -> None:
-    for function in (selection.select_topk, resolve_backend("reference", "cpu").select_topk):
+    backend = resolve_backend("reference", "cpu")
+    for function in (selection.select_topk, backend.select_topk, *kernels("topk", "select_topk")):
         with pytest.raises(ValueError, match=message):
             function(**{"logits_ST": torch.zeros(3, 9), "k": 2} | change)
 

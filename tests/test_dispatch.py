@@ -231,7 +231,7 @@ def test_kernel_arguments_that_contradict_each_other() -> None:
     with pytest.raises(ValueError, match="3 queries and 2 lists"):
         kernels.sparse_mla(**{**arguments, "indices_SK": torch.zeros(2, 5, dtype=torch.int32)})
     indexer = pytest.importorskip("mla_convert.runtime.kernels.indexer_logits")
-    with pytest.raises(ValueError, match="ends needs one entry for each of 3 queries"):
+    with pytest.raises(ValueError, match=r"ends \[4\]: it needs one entry for each of 3 queries"):
         indexer.indexer_logits(**indexer_arguments(torch.bfloat16), ends=torch.zeros(4, dtype=torch.int32))
 
 

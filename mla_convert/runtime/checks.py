@@ -89,15 +89,13 @@ def check_sparse_backward(
     """Arguments of ``sparse_mla_backward``."""
     check_sparse(q_SHE, kv_TE, indices_SK, topk_length, attn_sink, d_v)
     queries, heads, _ = q_SHE.shape
-    for name, tensor, shape in (
+    _check_shapes(
+        q_SHE,
         ("out", out_SHR, [queries, heads, d_v]),
         ("d_out", d_out_SHR, [queries, heads, d_v]),
         ("lse", lse_SH, [queries, heads]),
         ("d_lse", d_lse, [queries, heads]),
-    ):
-        if tensor is not None:
-            require(list(tensor.shape) == shape, f"{name} is {list(tensor.shape)}, expected {shape}")
-            require(tensor.device == q_SHE.device, f"q is on {q_SHE.device} and {name} on {tensor.device}")
+    )
 
 
 def check_indexer(
@@ -123,9 +121,7 @@ def check_indexer(
     require(fits, f"q_scale needs one entry for each of {queries} queries and {heads} heads")
     fits = k_scale is None or k_scale.shape == (k_TJ.shape[0],)
     require(fits, f"k_scale needs one entry for each of {k_TJ.shape[0]} keys")
-    for name, other in (("k", k_TJ), ("weights", weights_SI), ("q_scale", q_scale), ("k_scale", k_scale)):
-        same = other is None or other.device == q_SIJ.device
-        require(same, f"q is on {q_SIJ.device} and {name} is not")
+    _check_devices(q_SIJ, {"k": k_TJ, "weights": weights_SI, "q_scale": q_scale, "k_scale": k_scale})
 
 
 def check_topk(logits_ST: Like, k: int, starts: Like | None, ends: Like | None) -> None:
@@ -157,7 +153,8 @@ def check_loss(
     tokens, heads, width = k_TJ.shape[0], q_SHE.shape[1], q_SHE.shape[2]
     entries = 0 if indices_SK is None else indices_SK.shape[-1]
     integers = {"indices": indices_SK, "topk_length": topk_length, "starts": starts, "ends": ends}
-    for name, tensor, shape in (
+    _check_shapes(
+        q_SIJ,
         ("k", k_TJ, [tokens, dim]),
         ("weights", weights_SI, [queries, index_heads]),
         ("the attention's q", q_SHE, [queries, heads, width]),
@@ -165,10 +162,7 @@ def check_loss(
         ("lse", lse_SH, [queries, heads]),
         *((name, tensor, [queries]) for name, tensor in integers.items() if name != "indices"),
         ("indices", indices_SK, [queries, entries]),
-    ):
-        if tensor is not None:
-            require(list(tensor.shape) == shape, f"{name} is {list(tensor.shape)}, expected {shape}")
-            require(tensor.device == q_SIJ.device, f"q is on {q_SIJ.device} and {name} on {tensor.device}")
+    )
     require(
         indices_SK is None or (starts is None and ends is None),
         "starts and ends are for a loss without indices",
@@ -181,6 +175,13 @@ def _dims(*tensors: Like) -> tuple[int, ...]:
     return tuple(len(tensor.shape) for tensor in tensors)
 
 
+def _check_shapes(beside: Like, *expected: tuple[str, Like | None, list[int]]) -> None:
+    for name, tensor, shape in expected:
+        if tensor is not None:
+            require(list(tensor.shape) == shape, f"{name} is {list(tensor.shape)}, expected {shape}")
+    _check_devices(beside, {name: tensor for name, tensor, _ in expected})
+
+
 def _check_attention(q_SHE: Like, kv_TE: Like, attn_sink: Like | None, d_v: int) -> None:
     _, heads, width = q_SHE.shape
     require(kv_TE.shape[1] == width, f"q has {width} dims a head and kv {kv_TE.shape[1]} a token")
@@ -189,9 +190,7 @@ def _check_attention(q_SHE: Like, kv_TE: Like, attn_sink: Like | None, d_v: int)
     require(0 < d_v <= width, f"d_v is {d_v} and a token has {width} dims")
     if attn_sink is not None:
         require(attn_sink.shape == (heads,), f"attn_sink {list(attn_sink.shape)} for {heads} heads")
-    for name, other in (("kv", kv_TE), ("attn_sink", attn_sink)):
-        same = other is None or other.device == q_SHE.device
-        require(same, f"q is on {q_SHE.device} and {name} is not")
+    _check_devices(q_SHE, {"kv": kv_TE, "attn_sink": attn_sink})
 
 
 def _check_spans(beside: Like, spans: dict[str, Like | None]) -> None:
@@ -208,4 +207,11 @@ def _check_integers(beside: Like, tensors: dict[str, Like | None]) -> None:
         if tensor is not None:
             whole = str(tensor.dtype) in ("torch.int32", "torch.int64")
             require(whole, f"{name} is {tensor.dtype}, expected int32 or int64")
-            require(tensor.device == beside.device, f"q is on {beside.device} and {name} on {tensor.device}")
+    _check_devices(beside, tensors)
+
+
+def _check_devices(beside: Like, tensors: dict[str, Like | None]) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            same = tensor.device == beside.device
+            require(same, f"{name} is on {tensor.device}, and not on {beside.device}")

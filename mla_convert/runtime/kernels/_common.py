@@ -276,12 +276,6 @@ def as_int32(tensor: Tensor) -> Tensor:
     raise TypeError(f"expected int32 or int64, got {tensor.dtype}")
 
 
-def require(condition: bool, message: str) -> None:
-    """Raise ValueError unless the condition holds: the caller passed tensors that do not belong together."""
-    if not condition:
-        raise ValueError(message)
-
-
 def scale_problem(scale: float) -> str | None:
     """Why this is no factor for scores, or None if it is one."""
     return None if 0 < scale < float("inf") else f"scale {scale} is not a positive number"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.errors import CannotError
+from mla_convert.runtime.checks import check_dense
 from mla_convert.runtime.kernels import _dense_plan as programs
 from mla_convert.runtime.kernels._common import (
     DTYPES,
@@ -30,7 +31,6 @@ from mla_convert.runtime.kernels._common import (
     multiprocessors,
     pad_features,
     planned,
-    require,
     run_on,
     scale_problem,
     signature,
@@ -128,7 +128,7 @@ def dense_mla(
 def _plan(known: Signature, d_v: int) -> Work | None:
     """For q, kv, rows_S, starts, ends and attn_sink; None if there is nothing to attend to."""
     q, kv, rows_S, starts, ends, attn_sink = arguments(known)
-    _check(q, kv, rows_S, starts, ends, attn_sink, d_v)
+    check_dense(q, kv, rows_S, starts, ends, attn_sink, d_v)
     if reason := unsupported(q, d_v, 1.0):
         raise CannotError(f"The dense attention kernel cannot run: {reason}.")
     (queries, heads, _), tokens = q.shape, kv.shape[0]
@@ -433,32 +433,3 @@ def combine_kernel(tile: int, rank: int, dtype: torch.dtype, warps: int) -> Any:
     """The kernel that merges the parts of what was cut, with 1 or 8 warps a row: 8 where parts are many."""
     key = ("dense combine", tile, rank, dtype, warps)
     return compiled(key, lambda: programs.combine(tile, rank, DTYPES[dtype], warps))
-
-
-def _check(
-    q_SHE: Argument,
-    kv_TE: Argument,
-    rows_S: Argument | None,
-    starts: Argument | None,
-    ends: Argument | None,
-    attn_sink: Argument | None,
-    d_v: int,
-) -> None:
-    """Raise ValueError for shapes, dtypes or devices that do not belong together."""
-    require(
-        q_SHE.ndim == 3 and kv_TE.ndim == 2,
-        f"q {list(q_SHE.shape)}, kv {list(kv_TE.shape)}: expected [S, H, E], [T, E] or [T, 1, E]",
-    )
-    queries, heads, width = q_SHE.shape
-    require(kv_TE.shape[1] == width, f"q has {width} dims a head and kv {kv_TE.shape[1]} a token")
-    require(kv_TE.dtype == q_SHE.dtype, f"q is {q_SHE.dtype} and kv {kv_TE.dtype}")
-    require(0 < d_v <= width, f"d_v is {d_v} and a token has {width} dims")
-    require(rows_S is None or ends is None, "rows_S and ends say the same thing: pass one of them")
-    for name, span in (("rows_S", rows_S), ("starts", starts), ("ends", ends)):
-        if span is not None:
-            require(span.shape == (queries,), f"{name} {list(span.shape)} for {queries} queries")
-    if attn_sink is not None:
-        require(attn_sink.shape == (heads,), f"attn_sink {list(attn_sink.shape)} for {heads} heads")
-    for other in (kv_TE, rows_S, starts, ends, attn_sink):
-        same = other is None or other.device == q_SHE.device
-        require(same, f"q is on {q_SHE.device} and another argument is not")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.errors import CannotError
+from mla_convert.runtime.checks import check_indexer
 from mla_convert.runtime.kernels._common import (
     DTYPES,
     Argument,
@@ -26,7 +27,6 @@ from mla_convert.runtime.kernels._common import (
     launcher,
     pad_features,
     planned,
-    require,
     run_on,
     signature,
     unread,
@@ -91,7 +91,7 @@ class Plan(NamedTuple):
 def plan_for(known: Signature) -> Plan:
     """For the tensors of ``indexer_logits``, in its order; raises its errors."""
     q, k, *_, k_scale = given = arguments(known)
-    _check(*given)
+    check_indexer(*given)
     if reason := unsupported(q):
         raise CannotError(f"The indexer kernel cannot run: {reason}.")
     (queries, heads, dim), keys = q.shape, k.shape[0]
@@ -188,35 +188,3 @@ def _spans(queries: int, heads: int, keys: int) -> tuple[int, int]:
     spans = min(-(-4 * 132 // groups), -(-steps // 8))
     span = -(-steps // spans)
     return span, -(-steps // span)
-
-
-def _check(
-    q_SIJ: Argument,
-    k_TJ: Argument,
-    weights_SI: Argument,
-    starts: Argument | None,
-    ends: Argument | None,
-    q_scale: Argument | None,
-    k_scale: Argument | None,
-) -> None:
-    """Raise ValueError if the arguments of ``indexer_logits`` contradict each other."""
-    require(
-        q_SIJ.ndim == 3 and k_TJ.ndim == 2,
-        f"q {list(q_SIJ.shape)}, k {list(k_TJ.shape)}: expected [S, I, J], [T, J]",
-    )
-    queries, heads, dim = q_SIJ.shape
-    require(k_TJ.shape[1] == dim, f"q has {dim} dims a head and k {k_TJ.shape[1]} a key")
-    require(k_TJ.dtype == q_SIJ.dtype, f"q is {q_SIJ.dtype} and k {k_TJ.dtype}")
-    require(weights_SI.shape == (queries, heads), f"weights {list(weights_SI.shape)} for {queries} x {heads}")
-    for name, bound in (("starts", starts), ("ends", ends)):
-        require(
-            bound is None or bound.shape == (queries,),
-            f"{name} needs one entry for each of {queries} queries",
-        )
-    fits = q_scale is None or q_scale.shape == (queries, heads)
-    require(fits, f"q_scale needs one entry for each of {queries} queries and {heads} heads")
-    fits = k_scale is None or k_scale.shape == (k_TJ.shape[0],)
-    require(fits, f"k_scale needs one entry for each of {k_TJ.shape[0]} keys")
-    for other in (k_TJ, weights_SI, starts, ends, q_scale, k_scale):
-        same = other is None or other.device == q_SIJ.device
-        require(same, f"q is on {q_SIJ.device} and another argument is not")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.errors import CannotError
+from mla_convert.runtime.checks import check_sparse
 from mla_convert.runtime.kernels import _sparse_mla as programs
 from mla_convert.runtime.kernels._common import (
     DTYPES,
@@ -32,7 +33,6 @@ from mla_convert.runtime.kernels._common import (
     multiprocessors,
     pad_features,
     planned,
-    require,
     run_on,
     scale_problem,
     signature,
@@ -134,7 +134,7 @@ class _Plan(NamedTuple):
 def _plan(known: Signature, d_v: int) -> _Plan | None:
     """For q, kv, indices, topk_length and attn_sink; None if there is nothing to attend to."""
     q, kv, indices, topk_length, attn_sink = arguments(known)
-    _check(q, kv, indices, topk_length, attn_sink, d_v)
+    check_sparse(q, kv, indices, topk_length, attn_sink, d_v)
     if reason := unsupported(q, d_v, 1.0):
         raise CannotError(f"The sparse attention kernel cannot run: {reason}.")
     (queries, heads, width), tokens, entries = q.shape, kv.shape[0], indices.shape[1]
@@ -447,33 +447,3 @@ def native(heads: int, d_v: int, rope: int) -> tuple[int, int]:
     if heads > 32:
         return max(-(-d_v // 64) * 64, 128), -(-rope // 64) * 64
     return -(-d_v // 64) * 64, -(-rope // 32) * 32
-
-
-def _check(
-    q_SHE: Argument,
-    kv_TE: Argument,
-    indices_SK: Argument,
-    topk_length: Argument | None,
-    attn_sink: Argument | None,
-    d_v: int,
-) -> None:
-    """Raise ValueError for shapes, dtypes or devices that do not belong together."""
-    require(
-        q_SHE.ndim == 3 and kv_TE.ndim == 2 and indices_SK.ndim == 2,
-        f"q {list(q_SHE.shape)}, kv {list(kv_TE.shape)}, indices {list(indices_SK.shape)}:"
-        " expected [S, H, E], [T, E] or [T, 1, E], [S, K] or [S, 1, K]",
-    )
-    queries, heads, width = q_SHE.shape
-    require(kv_TE.shape[1] == width, f"q has {width} dims a head and kv {kv_TE.shape[1]} a token")
-    require(kv_TE.dtype == q_SHE.dtype, f"q is {q_SHE.dtype} and kv {kv_TE.dtype}")
-    require(indices_SK.shape[0] == queries, f"{queries} queries and {indices_SK.shape[0]} lists")
-    require(0 < d_v <= width, f"d_v is {d_v} and a token has {width} dims")
-    if topk_length is not None:
-        require(
-            topk_length.shape == (queries,), f"topk_length {list(topk_length.shape)} for {queries} queries"
-        )
-    if attn_sink is not None:
-        require(attn_sink.shape == (heads,), f"attn_sink {list(attn_sink.shape)} for {heads} heads")
-    for other in (kv_TE, indices_SK, topk_length, attn_sink):
-        same = other is None or other.device == q_SHE.device
-        require(same, f"q is on {q_SHE.device} and another argument is not")

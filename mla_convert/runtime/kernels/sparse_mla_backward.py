@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.errors import CannotError
+from mla_convert.runtime.checks import check_sparse_backward
 from mla_convert.runtime.kernels._common import (
     DTYPES,
     as_int32,
@@ -21,7 +22,6 @@ from mla_convert.runtime.kernels._common import (
     launchable,
     launcher,
     pad_features,
-    require,
 )
 from mla_convert.runtime.kernels._sparse_mla import BLOCK
 from mla_convert.runtime.kernels._sparse_mla_backward import backward
@@ -84,8 +84,10 @@ def sparse_mla_backward(
     """
     flat_kv_TE = kv_TE.squeeze(1) if kv_TE.ndim == 3 else kv_TE
     indices_SK = indices_SK.squeeze(1) if indices_SK.ndim == 3 else indices_SK
+    check_sparse_backward(
+        q_SHE, flat_kv_TE, indices_SK, out_SHR, lse_SH, d_out_SHR, topk_length, attn_sink, d_v, d_lse
+    )
     queries, heads, width = q_SHE.shape
-    _check(q_SHE, flat_kv_TE, indices_SK, out_SHR, lse_SH, d_out_SHR, topk_length, attn_sink, d_v, d_lse)
     if reason := unsupported(q_SHE, d_v, scale):
         raise CannotError(f"The backward pass of sparse attention cannot run: {reason}.")
     if not (queries and heads and flat_kv_TE.shape[0] and indices_SK.shape[1]):
@@ -397,41 +399,3 @@ def _unpad_features(tensor: Tensor, head: int, padded_head: int, tail: int) -> T
     if tensor.shape[-1] == head + tail:
         return tensor
     return torch.cat((tensor[..., :head], tensor[..., padded_head : padded_head + tail]), dim=-1)
-
-
-def _check(
-    q_SHE: Tensor,
-    kv_TE: Tensor,
-    indices_SK: Tensor,
-    out_SHR: Tensor,
-    lse_SH: Tensor,
-    d_out_SHR: Tensor,
-    topk_length: Tensor | None,
-    attn_sink: Tensor | None,
-    d_v: int,
-    d_lse: Tensor | None,
-) -> None:
-    """Raise ValueError for shapes, dtypes or devices that do not belong together."""
-    require(
-        q_SHE.ndim == 3 and kv_TE.ndim == 2 and indices_SK.ndim == 2,
-        f"q {list(q_SHE.shape)}, kv {list(kv_TE.shape)}, indices {list(indices_SK.shape)}:"
-        " expected [S, H, E], [T, E] or [T, 1, E], [S, K] or [S, 1, K]",
-    )
-    queries, heads, width = q_SHE.shape
-    require(kv_TE.shape[1] == width, f"q has {width} dims a head and kv {kv_TE.shape[1]} a token")
-    require(kv_TE.dtype == q_SHE.dtype, f"q is {q_SHE.dtype} and kv {kv_TE.dtype}")
-    require(0 < d_v <= width, f"d_v is {d_v} and a token has {width} dims")
-    expected = {
-        "indices": (indices_SK, (queries, indices_SK.shape[1])),
-        "out": (out_SHR, (queries, heads, d_v)),
-        "d_out": (d_out_SHR, (queries, heads, d_v)),
-        "lse": (lse_SH, (queries, heads)),
-        "d_lse": (d_lse, (queries, heads)),
-        "topk_length": (topk_length, (queries,)),
-        "attn_sink": (attn_sink, (heads,)),
-        "kv": (kv_TE, tuple(kv_TE.shape)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tensor is not None:
-            require(tuple(tensor.shape) == shape, f"{name} is {list(tensor.shape)}, expected {list(shape)}")
-            require(tensor.device == q_SHE.device, f"q is on {q_SHE.device} and {name} is not")

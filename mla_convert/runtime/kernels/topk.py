@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from mla_convert.errors import CannotError
+from mla_convert.runtime.checks import check_topk
 from mla_convert.runtime.kernels._common import (
     Argument,
     Signature,
@@ -31,7 +32,6 @@ from mla_convert.runtime.kernels._common import (
     launchable,
     launcher,
     planned,
-    require,
     run_on,
     signature,
     unread,
@@ -99,12 +99,8 @@ class _Plan(NamedTuple):
 def _plan(known: Signature, k: int) -> _Plan | None:
     """For logits, starts and ends; None if there is nothing to select from."""
     logits, *bounds = arguments(known)
-    require(logits.ndim == 2, f"logits {list(logits.shape)}: expected [S, T]")
-    require(k >= 1, f"top-k of {k} keys")
+    check_topk(logits, k, *bounds)
     queries, keys = logits.shape
-    for name, bound in zip(("starts", "ends"), bounds, strict=True):
-        fits = bound is None or (bound.shape == (queries,) and bound.device == logits.device)
-        require(fits, f"{name} needs one entry for each of {queries} queries, on {logits.device}")
     if reason := unsupported(logits):
         raise CannotError(f"The top-k kernel cannot run: {reason}.")
     if not (queries and keys):
