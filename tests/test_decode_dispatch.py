@@ -106,3 +106,4 @@ def test_tiles_follow_the_rows_of_a_request(rows: int, tile: int, lanes: int) ->
     kernels = pytest.importorskip("mla_convert.runtime.kernels.dense_mla")
     assert kernels.tile_rows(rows) == tile
     assert kernels.lanes_of(-(-rows // tile)) == lanes
+    assert kernels.tile_rows(rows, fp8=True) == (tile if rows <= 16 else 64)

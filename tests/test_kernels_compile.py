@@ -141,15 +141,14 @@ def test_dense_plan_and_combine() -> None:
     from mla_convert.runtime.kernels.dense_mla import combine_kernel, plan_kernel
 
     instructions(plan_kernel(), "dense_mla_plan_kernel")
-    instructions(combine_kernel(64, 512, torch.bfloat16, 8), "dense_mla_combine_kernel", "float4")
+    instructions(combine_kernel(64, 512, torch.bfloat16, "many"), "dense_mla_combine_kernel", "float4")
 
 
 def test_dense_few_rows() -> None:
     from mla_convert.runtime.kernels.dense_mla import compile_for
 
-    kernel = compile_for(32, 512, 64, torch.bfloat16, fp8=True)
-    instructions(kernel, "64, 32, 16, true", "cp_async_gs_conditional<16>")
-    instructions(kernel, "__tl_cvt_fp8x2_to_float2", "warpgroup_reg_alloc<208>")
+    kernel = compile_for(32, 512, 64, torch.bfloat16)
+    instructions(kernel, "64, 32, 16, true", "cp_async_gs_conditional<16>", "warpgroup_reg_alloc<216>")
 
 
 def test_dense_few_fp8_rows() -> None:
@@ -168,11 +167,16 @@ def test_dense_many_rows_by_blocks() -> None:
     assert numbers == {"8", "9"}, "each consumer has a barrier of its own, and TileLang has added none"
 
 
-def test_dense_many_rows() -> None:
+@pytest.mark.parametrize(
+    ("fp8", "how"), [(False, "cp_async_gs_conditional<16>"), (True, "mla_store_half<1, true>(")]
+)
+def test_dense_many_rows_gathered(fp8: bool, how: str) -> None:
     from mla_convert.runtime.kernels.dense_mla import compile_for
 
-    kernel = compile_for(64, 512, 64, torch.bfloat16)
-    instructions(kernel, "wgmma_rs<", "64, 256, 16", "cp_async_gs_conditional<16>")
+    kernel = compile_for(64, 512, 64, torch.bfloat16, fp8, pair=fp8)
+    instructions(kernel, "wgmma_rs<", "64, 256, 16", how)
+    numbers = set(re.findall(r"__sync_thread_partial\((\d+), 128\)", kernel.get_kernel_source()))
+    assert numbers == {"8", "9"}, "each consumer has a barrier of its own, and TileLang has added none"
 
 
 def test_sparse_backward() -> None:

@@ -131,19 +131,44 @@ def plan() -> Any:
     return dense_mla_plan
 
 
-def combine(tile: int, rank: int, dtype: str, warps: int) -> Any:
-    """Merge the parts of the items that were cut, ``warps`` (1 or 8) a row and 8 a thread block.
+def combine(tile: int, rank: int, dtype: str, parts: str) -> Any:
+    """Merge the parts of the items that were cut.
 
-    With one warp a row, a thread block is for a cut and 8 rows of its item. The first cut of an item does the work;
-    the thread blocks of its other cuts have none. With 8, for few items of many parts, a thread block is for an
-    item, a row and the dims that a warp takes at once.
+    Items of "few" ``parts`` have a warp a row, and a thread block is for a cut and 8 rows of its item: the first cut
+    does the work, and the thread blocks of the item's other cuts have none. Otherwise a thread block is for an item,
+    and a warp takes 128 dims of a row (64 where there is no more): of "some" parts of all of them, of "many" one of
+    8 warps that share them.
     """
     lines, slots, rows, heads = T.dynamic("lines, slots, rows, heads")
     step = 4 if rank % 128 == 0 else 2
-    splits = rank // (32 * step) if warps > 1 else 1
+    by_item = parts != "few"
+    warps = 8 if parts == "many" else 1  # of a row and split
+    splits = rank // (32 * step) if by_item else 1
     pieces = rank // (32 * step) // splits
-    rows_block = 8 // warps
-    batch = 4 * splits  # parts whose loads are in flight together
+    units_block = 8 // warps
+    batch = {"few": 4, "some": 8, "many": 9}[parts]  # parts whose loads are in flight together
+
+    @T.macro
+    def take(Part, k, cut, count, lanes, lane, h, split, place, group, taken, weights):
+        """Ask for a batch of parts: a warp's share of the dims, and the log-sum-exp."""
+        for u in T.unroll(batch):
+            part = (k * batch + u) * warps + group
+            slot = (2 * (cut + part) + T.if_then_else(part == 0, 1, 0)) * lanes + lane
+            weights[u] = -T.infinity("float32")
+            for d in T.unroll(pieces * step):
+                taken[u, d] = 0.0
+            if part < count:
+                weights[u] = Part[slot, h, rank]
+                for p in T.unroll(pieces):
+                    for d in T.vectorized(step):
+                        taken[u, p * step + d] = Part[slot, h, ((split * pieces + p) * 32 + place) * step + d]
+
+    @T.macro
+    def add(top, taken, weights, total):
+        for u in T.unroll(batch):
+            factor = T.exp2((weights[u] - top) * LOG2E)
+            for d in T.unroll(pieces * step):
+                total[d] = total[d] + factor * taken[u, d]
 
     @T.prim_func
     def dense_mla_combine(
@@ -160,8 +185,8 @@ def combine(tile: int, rank: int, dtype: str, warps: int) -> Any:
         Lse: T.Tensor([rows], "float32"),
     ):
         with T.Kernel(
-            items if warps > 1 else shares - 1, tile * lanes // rows_block, splits, threads=256
-        ) as (index, block, split):
+            items if by_item else shares - 1, tile * lanes * splits // units_block, threads=256
+        ) as (index, block):
             shared = T.alloc_shared([warps, rank // splits], "float32", scope="shared")
             cut = T.alloc_var("int32")
             taken = T.alloc_local([batch, pieces * step], "float32")
@@ -173,18 +198,21 @@ def combine(tile: int, rank: int, dtype: str, warps: int) -> Any:
             factor = T.alloc_var("float32")
             share = T.alloc_var("int32")
             item = T.alloc_var("int32")
-            parts = T.alloc_var("int32")
+            count = T.alloc_var("int32")
             row = T.alloc_var("int32")
             part = T.alloc_var("int32")
             slot = T.alloc_var("int32")
             thread = T.get_thread_binding()
             place = thread % 32
-            item_row = block * rows_block + thread // 32 // warps
+            group = thread // 32 % warps
+            unit = block * units_block + thread // 32 // warps
+            item_row = unit // splits
+            split = unit % splits
             h = item_row % tile
             lane = item_row // tile
             T.pdl_sync()
             share = Plan[items + shares, 0]
-            if warps > 1:
+            if by_item:
                 item = index
                 cut = T.truncdiv(Plan[item, 0], share)
             else:
@@ -192,49 +220,37 @@ def combine(tile: int, rank: int, dtype: str, warps: int) -> Any:
                 item = Plan[items + cut, 1]
             if item >= 0:
                 # A first part ends its thread block's share and is in the second slot, the others in the first.
-                parts = T.truncdiv(Plan[item, 1] - 1, share) - cut + 1
+                count = T.truncdiv(Plan[item, 1] - 1, share) - cut + 1
                 row = T.truncmod(item, items_each) * (tile * lanes) + item_row
-                if (parts > 1) & (Plan[item, 0] >= cut * share) & (row < rows_each):
+                if (count > 1) & (Plan[item, 0] >= cut * share) & (row < rows_each):
                     row = row + T.truncdiv(item, items_each) * rows_each
+                    take(Part, 0, cut, count, lanes, lane, h, split, place, group, taken, weights)
                     top = LOWEST
-                    for k in T.serial(T.ceildiv(parts, 32)):
-                        part = T.min(k * 32 + place, parts - 1)
+                    for k in T.serial(T.ceildiv(count, 32)):
+                        part = T.min(k * 32 + place, count - 1)
                         slot = (2 * (cut + part) + T.if_then_else(part == 0, 1, 0)) * lanes + lane
                         top = T.max(top, Part[slot, h, rank])
                     for b in T.unroll(5):
                         top = T.max(top, T.shfl_xor(top, 1 << b))
                     denominator = 0.0
-                    for k in T.serial(T.ceildiv(parts, 32)):
+                    for k in T.serial(T.ceildiv(count, 32)):
                         part = k * 32 + place
                         slot = (2 * (cut + part) + T.if_then_else(part == 0, 1, 0)) * lanes + lane
-                        if part < parts:
+                        if part < count:
                             denominator = denominator + T.exp2((Part[slot, h, rank] - top) * LOG2E)
                     for b in T.unroll(5):
                         denominator = denominator + T.shfl_xor(denominator, 1 << b)
                     T.fill(total, 0.0)
-                    for k in T.serial(T.ceildiv(parts, warps * batch)):
-                        for u in T.unroll(batch):
-                            part = (k * batch + u) * warps + thread // 32 % warps
-                            slot = T.min(part, parts - 1)
-                            slot = (2 * (cut + slot) + T.if_then_else(slot == 0, 1, 0)) * lanes + lane
-                            weights[u] = T.if_then_else(
-                                part < parts, Part[slot, h, rank], -T.infinity("float32")
-                            )
-                            for p in T.unroll(pieces):
-                                for d in T.vectorized(step):
-                                    taken[u, p * step + d] = Part[
-                                        slot, h, ((split * pieces + p) * 32 + place) * step + d
-                                    ]
-                        for u in T.unroll(batch):
-                            factor = T.exp2((weights[u] - top) * LOG2E)
-                            for d in T.unroll(pieces * step):
-                                total[d] = total[d] + factor * taken[u, d]
+                    add(top, taken, weights, total)
+                    for k in T.serial(T.ceildiv(count, warps * batch) - 1):
+                        take(Part, k + 1, cut, count, lanes, lane, h, split, place, group, taken, weights)
+                        add(top, taken, weights, total)
                     if warps > 1:
                         for p in T.unroll(pieces):
                             for d in T.vectorized(step):
-                                shared[thread // 32, (p * 32 + place) * step + d] = total[p * step + d]
+                                shared[group, (p * 32 + place) * step + d] = total[p * step + d]
                         T.sync_threads()
-                    if thread // 32 % warps == 0:
+                    if group == 0:
                         for g in T.unroll(warps - 1):
                             for p in T.unroll(pieces):
                                 for d in T.unroll(step):

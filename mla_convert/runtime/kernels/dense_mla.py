@@ -1,7 +1,7 @@
 """Dense attention of absorbed MLA: every query attends to a span of the cached tokens.
 
-The programs are in ``_dense_few``, ``_dense_few_fp8``, ``_dense_many``, ``_dense_many_blocks`` and ``_dense_plan``;
-here are ``dense_mla`` and the launch that it shares with ``decode_mla``.
+The programs are in ``_dense_few``, ``_dense_few_fp8``, ``_dense_many_blocks``, ``_dense_many_gather`` and
+``_dense_plan``; here are ``dense_mla`` and the launch that it shares with ``decode_mla``.
 
 Shapes: S queries, T tokens, H heads, E = d_v + rope (one cached token), B requests, N = B·S·H rows.
 """
@@ -40,14 +40,16 @@ from mla_convert.runtime.kernels._dense import BLOCK, PLAN_COLUMNS
 from mla_convert.runtime.kernels._dense_few import few_rows
 from mla_convert.runtime.kernels._dense_few_fp8 import MOST_COLUMNS as FP8_COLUMNS
 from mla_convert.runtime.kernels._dense_few_fp8 import few_fp8_rows
-from mla_convert.runtime.kernels._dense_many import TILE, many_rows
+from mla_convert.runtime.kernels._dense_many import TILE
 from mla_convert.runtime.kernels._dense_many_blocks import many_rows_by_blocks
+from mla_convert.runtime.kernels._dense_many_gather import many_rows_gathered
 
 MAX_RANK = 512
 MAX_WIDTH = 576
 FEW = 32
 """Requests of up to this many rows have the tokens on the M side of the products."""
 MOST_LANES = 12
+SOME_PARTS, MANY_PARTS = 4, 24  # of an item, on average, from which on they are merged in other ways
 MOST_SCHEDULES = 4096  # that are kept
 
 _schedules: dict[Hashable, Tensor] = {}
@@ -181,8 +183,9 @@ def work_for(
     """How requests of so many queries each are shared out, and the kernels that attend to them."""
     rows_each = queries_each * heads
     rank, rope = native(rows_each, d_v, q.shape[-1] - d_v)
-    tile, lanes, items_each, shares = tiling(rows_each, q.device)
+    tile, lanes, items_each, shares = tiling(rows_each, fp8, q.device)
     items = requests * items_each
+    parts = "many" if items * MANY_PARTS <= shares else "some" if items * SOME_PARTS <= shares else "few"
     # Tiles of 64 rows fetch whole blocks where none crosses a page.
     blocks = tile == TILE and not fp8 and (not table or page % BLOCK == 0)
     return Work(
@@ -204,8 +207,8 @@ def work_for(
         items,
         shares,
         _entry("plan"),
-        _entry("attend", tile, rank, rope, q.dtype, fp8, blocks),
-        _entry("combine", tile, rank, q.dtype, 8 if items * 8 <= shares else 1) if shares > 1 else None,
+        _entry("attend", tile, rank, rope, q.dtype, fp8, blocks, paired(rows_each, fp8)),
+        _entry("combine", tile, rank, q.dtype, parts) if shares > 1 else None,
     )
 
 
@@ -357,16 +360,21 @@ def _entry(what: str, *key: Any) -> Callable[..., None]:
 
 
 @functools.cache
-def tiling(rows_each: int, device: torch.device) -> tuple[int, int, int, int]:
+def tiling(rows_each: int, fp8: bool, device: torch.device) -> tuple[int, int, int, int]:
     """For requests of so many rows: rows of a tile, tiles side by side, items of a request, and shares of the work."""
-    tile = tile_rows(rows_each)
+    tile = tile_rows(rows_each, fp8)
     lanes = lanes_of(-(-rows_each // tile))
     return tile, lanes, -(-rows_each // (tile * lanes)), max(multiprocessors(device) // lanes, 1)
 
 
-def tile_rows(rows: int) -> int:
+def tile_rows(rows: int, fp8: bool = False) -> int:
     """The tile for requests of ``rows`` rows."""
-    return TILE if rows > FEW else max(8, 1 << (rows - 1).bit_length())
+    return TILE if rows > (FP8_COLUMNS if fp8 else FEW) else max(8, 1 << (rows - 1).bit_length())
+
+
+def paired(rows: int, fp8: bool) -> bool:
+    """Whether two thread blocks convert FP8 rows for each other: there are two that want the same ones."""
+    return fp8 and lanes_of(-(-rows // TILE)) % 2 == 0
 
 
 def lanes_of(tiles: int) -> int:
@@ -405,10 +413,12 @@ def compile_for(
     dtype: torch.dtype,
     fp8: bool = False,
     blocks: bool = False,
+    pair: bool = False,
 ) -> Any:
     """The attention kernel for a tile (8, 16, 32 or 64 rows) and native sizes; compiles without a GPU.
 
-    ``blocks``: for tiles of 64 rows and 16-bit caches where no block of tokens crosses a page.
+    For tiles of 64 rows, ``blocks`` is for 16-bit caches where no block of tokens crosses a page, and ``pair`` for FP8
+    rows of an even number of tiles side by side.
     """
     name = DTYPES[dtype]
     if tile == TILE:
@@ -418,10 +428,14 @@ def compile_for(
                 lambda: many_rows_by_blocks(rank, rope, name),
                 insert_barriers=False,
             )
-        return compiled(("dense", tile, rank, rope, name, fp8), lambda: many_rows(rank, rope, name, fp8))
-    if fp8 and tile <= FP8_COLUMNS:
+        return compiled(
+            ("dense gathered", rank, rope, name, fp8, pair),
+            lambda: many_rows_gathered(rank, rope, name, fp8, pair),
+            insert_barriers=False,
+        )
+    if fp8:
         return compiled(("dense fp8", tile), lambda: few_fp8_rows(tile), insert_barriers=False)
-    return compiled(("dense", tile, rank, rope, name, fp8), lambda: few_rows(tile, rank, rope, name, fp8))
+    return compiled(("dense", tile, rank, rope, name), lambda: few_rows(tile, rank, rope, name, False))
 
 
 def plan_kernel() -> Any:
@@ -429,7 +443,7 @@ def plan_kernel() -> Any:
     return compiled("dense plan", programs.plan)
 
 
-def combine_kernel(tile: int, rank: int, dtype: torch.dtype, warps: int) -> Any:
-    """The kernel that merges the parts of what was cut, with 1 or 8 warps a row: 8 where parts are many."""
-    key = ("dense combine", tile, rank, dtype, warps)
-    return compiled(key, lambda: programs.combine(tile, rank, DTYPES[dtype], warps))
+def combine_kernel(tile: int, rank: int, dtype: torch.dtype, parts: str) -> Any:
+    """The kernel that merges the parts of what was cut: "few" of an item, "some" or "many"."""
+    key = ("dense combine", tile, rank, dtype, parts)
+    return compiled(key, lambda: programs.combine(tile, rank, DTYPES[dtype], parts), safe_access=False)

@@ -79,15 +79,18 @@ def _dense(spec: AttentionSpec, dtype: torch.dtype) -> Iterator[Variant]:
     for tile in sorted({dense_mla.tile_rows(rows) for rows in (*rows_of_steps, dense_mla.FEW + 1)}):
         rank, rope = dense_mla.native(tile, spec.rank, spec.rope)
         name = f"dense attention: {tile} rows, {rank} + {rope} dims"
-        for fp8 in (False, True) if is_fp8 else (False,):
-            build = partial(dense_mla.compile_for, tile, rank, rope, dtype, fp8)
-            yield Variant(name + (", FP8 cache" if fp8 else ""), build)
+        yield Variant(name, partial(dense_mla.compile_for, tile, rank, rope, dtype))
         if tile > dense_mla.FEW:
             build = partial(dense_mla.compile_for, tile, rank, rope, dtype, blocks=True)
             yield Variant(f"{name}, whole blocks", build)
-        for warps in (1, 8):
-            merge = partial(dense_mla.combine_kernel, tile, rank, dtype, warps)
-            yield Variant(f"dense attention: merge of {tile} rows, {rank} dims, {warps} warps", merge)
+        for parts in ("few", "some", "many"):
+            merge = partial(dense_mla.combine_kernel, tile, rank, dtype, parts)
+            yield Variant(f"dense attention: merge of {tile} rows, {rank} dims, {parts} parts", merge)
+    if is_fp8:
+        kinds = {(dense_mla.tile_rows(rows, True), dense_mla.paired(rows, True)) for rows in rows_of_steps}
+        for tile, pair in sorted(kinds):
+            build = partial(dense_mla.compile_for, tile, spec.rank, spec.rope, dtype, True, pair=pair)
+            yield Variant(f"dense attention: {tile} rows, FP8 cache" + (", in pairs" if pair else ""), build)
 
 
 def _backward(spec: AttentionSpec, dtype: torch.dtype) -> Iterator[Variant]:
