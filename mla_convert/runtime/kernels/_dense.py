@@ -2,8 +2,9 @@
 
 Rows of the product are (query, head) pairs of one request, packed: a tile takes 64 of them (``_dense_many_blocks``,
 and ``_dense_many_gather`` for FP8 rows and pages that cut blocks), or up to 32 where a request has no more
-(``_dense_few``), up to 16 of FP8 rows (``_dense_few_fp8``). An item is a few neighbouring tiles, ``lanes``, and the cached tokens that their rows see. Its
-cost is one unit a block of 64 tokens and ``OVERHEAD`` for what it takes beside them.
+(``_dense_few``; up to 16 with FP8 rows, ``_dense_few_fp8``). An item is a few neighbouring tiles, ``lanes``, and the
+cached tokens that their rows see. Its cost is one unit a block of 64 tokens and ``OVERHEAD`` for what it takes beside
+them.
 
 ``plan`` puts the items end to end and cuts the whole into equal shares. A share is the work of ``lanes`` thread
 blocks, one a tile, which so walk the same tokens at the same time: memory is read once for all of them. There are

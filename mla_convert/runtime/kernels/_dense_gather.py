@@ -52,13 +52,15 @@ __device__ __forceinline__ int mla_source(int place, int r) {
 }
 
 // Codes and scales of one half (256 values) of a row; zeros for a row that is not there (-1).
-__device__ __forceinline__ void mla_ask_codes(unsigned* codes, float* scales, const void* cache, int source, int half) {
+__device__ __forceinline__ void mla_ask_codes(unsigned* codes, float* scales, const void* cache, int source,
+                                              int half) {
   const unsigned char* row = (const unsigned char*)cache + (long long)max(source, 0) * 656;
   const unsigned char* from = row + half * 256 + (threadIdx.x & 7) * 16;
 #pragma unroll
   for (int u = 0; u < 2; ++u)
     asm volatile(
-        "{\\n.reg .pred p;\\nsetp.ge.s32 p, %5, 0;\\nmov.b32 %0, 0;\\nmov.b32 %1, 0;\\nmov.b32 %2, 0;\\nmov.b32 %3, 0;\\n"
+        "{\\n.reg .pred p;\\nsetp.ge.s32 p, %5, 0;\\n"
+        "mov.b32 %0, 0;\\nmov.b32 %1, 0;\\nmov.b32 %2, 0;\\nmov.b32 %3, 0;\\n"
         "@p ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\\n}"
         : "=&r"(codes[u * 4]), "=&r"(codes[u * 4 + 1]), "=&r"(codes[u * 4 + 2]), "=&r"(codes[u * 4 + 3])
         : "l"(from + u * 128), "r"(source));
@@ -72,8 +74,10 @@ __device__ __forceinline__ void mla_ask_codes(unsigned* codes, float* scales, co
 template <bool kPair>
 __device__ __forceinline__ void mla_ask_first(unsigned* codes, float* scales, const void* cache, int place, int rank) {
 #pragma unroll
-  for (int k = 0; k < 4; ++k)
-    mla_ask_codes(codes + k * 8, scales + k * 2, cache, mla_source(place, kPair ? rank * 2 + k % 2 : k), kPair ? k / 2 : 0);
+  for (int k = 0; k < 4; ++k) {
+    const int source = mla_source(place, kPair ? rank * 2 + k % 2 : k);
+    mla_ask_codes(codes + k * 8, scales + k * 2, cache, source, kPair ? k / 2 : 0);
+  }
 }
 
 __device__ __forceinline__ unsigned mla_scale(unsigned codes, float scale) {
@@ -120,7 +124,8 @@ __device__ __forceinline__ void mla_store_half(void* panels, int s, unsigned* co
               : "memory");
       }
     }
-    mla_ask_codes(codes + k * 8, scales + k * 2, cache, mla_source(next, kPair ? rank * 2 + r : r), kPair ? kHalf : kHalf ^ 1);
+    const int source = mla_source(next, kPair ? rank * 2 + r : r);
+    mla_ask_codes(codes + k * 8, scales + k * 2, cache, source, kPair ? kHalf : kHalf ^ 1);
   }
   __syncwarp();
 }
@@ -178,53 +183,59 @@ def copy_columns(KV, source, to, s, first, last, offset, thread):
             )
 
 
-@T.macro
-def fetch_rows(
-    KV, Table, paged, page, pages, turn, source, codes, scales, kv_rank, kv_rope, valid, holes, full, free,
-    used0, used1, left, rank, rope, fp8, pair, place_pair, lane, lanes, thread,
-):  # fmt: skip
-    """Producer: fetch the blocks of a thread block's part of an item.
+PLACE, LATER, ENTRY, LOOKED_UP = range(4)
+"""What lane 4 * i + r of a warp has found for row i of group r: where that row of this block is and of the next one,
+-1 for one that is not there, and the table entry of the one behind."""
 
-    Lane 4 * i + r of a warp finds where row i of group r is, two blocks ahead of its use, for the eight lanes that
-    fetch it: ``place`` of this block and ``later`` of the next one, which comes into the L2 cache.
-    """
-    entry = T.alloc_var("int32")
-    place = T.alloc_var("int32")
-    later = T.alloc_var("int32")
+
+@T.macro
+def start_rows(KV, Table, paged, page, pages, turn, found, codes, scales, fp8, pair, side, thread):
+    """Producer: look the first rows of an item up, and ask for their codes."""
     row = thread % 4 * 16 + thread // 32 * 4 + thread % 16 // 4
-    entry = entry_at(Table, paged, turn, page, 0, row)
-    place = T.if_then_else(
-        (entry >= 0) & (entry < pages), entry * page + T.truncmod(turn[BEGIN] + row, page), -1
+    found[ENTRY] = entry_at(Table, paged, turn, page, 0, row)
+    found[PLACE] = T.if_then_else(
+        (found[ENTRY] >= 0) & (found[ENTRY] < pages),
+        found[ENTRY] * page + T.truncmod(turn[BEGIN] + row, page),
+        -1,
     )
-    entry = entry_at(Table, paged, turn, page, 1, row)
+    found[ENTRY] = entry_at(Table, paged, turn, page, 1, row)
     if fp8:
         T.call_extern(
             "handle", f"mla_ask_first<{str(pair).lower()}>", T.access_ptr(codes[0], "rw", 32),
-            T.access_ptr(scales[0], "rw", 8), T.address_of(KV[0, 0]), place, place_pair,
+            T.access_ptr(scales[0], "rw", 8), T.address_of(KV[0, 0]), found[PLACE], side,
         )  # fmt: skip
+
+
+@T.macro
+def fetch_rows(
+    KV, Table, paged, page, pages, turn, found, source, codes, scales, kv_rank, kv_rope, valid, holes, full, free,
+    used0, used1, left, rank, rope, fp8, pair, side, lane, lanes, thread,
+):  # fmt: skip
+    """Producer: fetch the blocks of a thread block's part of an item; rows of the next block come into the L2 cache."""
+    row = thread % 4 * 16 + thread // 32 * 4 + thread % 16 // 4
     for i in T.serial(turn[COUNT]):
         s = i % 2
         phase = (T.if_then_else(s == 0, used0, used1) + i // 2) & 1
-        later = T.if_then_else(
-            (entry >= 0) & (entry < pages),
-            entry * page + T.truncmod(turn[BEGIN] + (i + 1) * BLOCK + row, page),
+        found[LATER] = T.if_then_else(
+            (found[ENTRY] >= 0) & (found[ENTRY] < pages),
+            found[ENTRY] * page + T.truncmod(turn[BEGIN] + (i + 1) * BLOCK + row, page),
             -1,
         )
-        entry = entry_at(Table, paged, turn, page, i + 2, row)
+        found[ENTRY] = entry_at(Table, paged, turn, page, i + 2, row)
         T.call_extern(
             "handle", f"mla_prefetch_rows<{656 if fp8 else 2 * (rank + rope)}>", T.address_of(KV[0, 0]),
-            later, T.min(lane, 3), T.min(lanes, 4),
+            found[LATER], T.min(lane, 3), T.min(lanes, 4),
         )  # fmt: skip
         T.barrier_wait(free[s * 2], phase ^ 1)
         if thread % 32 < 16:
-            valid[s, row] = T.if_then_else(place >= 0, 1, 0)
-            if place < 0:
+            valid[s, row] = T.if_then_else(found[PLACE] >= 0, 1, 0)
+            if found[PLACE] < 0:
                 holes[s] = i + 1
         if fp8:
             T.call_extern(
                 "handle", f"mla_store_half<0, {str(pair).lower()}>", kv_rank.data, s, T.access_ptr(codes[0], "rw", 32),
                 T.access_ptr(scales[0], "rw", 8), T.address_of(KV[0, 0]),
-                later if pair else place, place_pair, full.data,
+                found[LATER] if pair else found[PLACE], side, full.data,
             )  # fmt: skip
             if thread % 32 == 0:
                 if pair:
@@ -233,12 +244,12 @@ def fetch_rows(
                     T.barrier_arrive(full[s * 2])
         else:
             for r in T.unroll(4):
-                source[r] = T.shfl_sync(place, thread % 32 // 8 * 4 + r)
+                source[r] = T.shfl_sync(found[PLACE], thread % 32 // 8 * 4 + r)
             copy_columns(KV, source, kv_rank, s, 0, left, 0, thread)
             T.cp_async_barrier_noinc(full[s * 2])
         T.barrier_wait(free[s * 2 + 1], phase ^ 1)
         if fp8:
-            T.call_extern("handle", "mla_copy_rope", kv_rope.data, s, T.address_of(KV[0, 0]), place)
+            T.call_extern("handle", "mla_copy_rope", kv_rope.data, s, T.address_of(KV[0, 0]), found[PLACE])
         else:
             copy_columns(KV, source, kv_rank, s, left, rank, 0, thread)
             if rope > 0:
@@ -247,7 +258,7 @@ def fetch_rows(
         if fp8:
             T.call_extern(
                 "handle", f"mla_store_half<1, {str(pair).lower()}>", kv_rank.data, s, T.access_ptr(codes[0], "rw", 32),
-                T.access_ptr(scales[0], "rw", 8), T.address_of(KV[0, 0]), later, place_pair, full.data,
+                T.access_ptr(scales[0], "rw", 8), T.address_of(KV[0, 0]), found[LATER], side, full.data,
             )  # fmt: skip
             if thread % 32 == 0:
                 if pair:
@@ -256,4 +267,4 @@ def fetch_rows(
                     T.barrier_arrive(full[s * 2 + 1])
         else:
             T.barrier_arrive(full[s * 2 + 1])
-        place = later
+        found[PLACE] = found[LATER]

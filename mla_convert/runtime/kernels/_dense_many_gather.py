@@ -26,7 +26,7 @@ from mla_convert.runtime.kernels._dense import (
     turn_at,
 )
 from mla_convert.runtime.kernels._dense_blocks import HELPERS
-from mla_convert.runtime.kernels._dense_gather import FUNCTIONS, fetch_rows
+from mla_convert.runtime.kernels._dense_gather import FUNCTIONS, LOOKED_UP, fetch_rows, start_rows
 from mla_convert.runtime.kernels._dense_many import TILE, finish_first, finish_second, follow, rescale, store
 
 
@@ -167,6 +167,7 @@ def many_rows_gathered(rank: int, rope: int, dtype: str, fp8: bool, pair: bool) 
             total1 = T.alloc_fragment([TILE], "float32")
             part0 = T.alloc_fragment([TILE], "float32")
             part1 = T.alloc_fragment([TILE], "float32")
+            found = T.alloc_local([LOOKED_UP], "int32")
             source = T.alloc_local([4], "int32")
             codes = T.alloc_local([32], "uint32")
             scales = T.alloc_local([8], "float32")
@@ -310,13 +311,17 @@ def many_rows_gathered(rank: int, rope: int, dtype: str, fp8: bool, pair: bool) 
                 producer = thread - 256
                 for w in T.serial(last - first + 1):
                     turn_at(Plan, turn, first + w, block, lanes, each, items_each, rows_each, TILE)
+                    start_rows(
+                        KV, Table, paged, page, T.truncdiv(tokens, page), turn, found, codes, scales, fp8, pair,
+                        T.truncmod(block, lanes) % 2, producer,
+                    )  # fmt: skip
                     T.barrier_wait(q_free, (w & 1) ^ 1)
                     load_queries(
                         Q, Plan, items + shares + 1, q_rank, q_rope, bounds_sh, turn[ROW], turn[ROWS_END], heads,
                         producer, q_full, TILE, rank, rope,
                     )  # fmt: skip
                     fetch_rows(
-                        KV, Table, paged, page, T.truncdiv(tokens, page), turn, source, codes, scales,
+                        KV, Table, paged, page, T.truncdiv(tokens, page), turn, found, source, codes, scales,
                         kv_rank, kv_rope, valid, holes, full, free, used0, used1, left, rank, rope, fp8, pair,
                         T.truncmod(block, lanes) % 2, T.truncmod(block, lanes), lanes, producer,
                     )  # fmt: skip
