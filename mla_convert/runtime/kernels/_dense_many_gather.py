@@ -43,7 +43,7 @@ def many_rows_gathered(rank: int, rope: int, dtype: str, fp8: bool, pair: bool) 
     row_width, row_type = (FP8_ROW, "float8_e4m3fn") if fp8 else (width, dtype)
     scale_width, scale_type = (FP8_ROW // 4, "float32") if fp8 else (width, dtype)
     rope_width = FP8_ROW // 2 if fp8 else width
-    own_registers = 216  # of a consumer's thread; FP8 rows pass through the producer's
+    own_registers = 208 if fp8 else 216  # of a consumer's thread; FP8 rows pass through the producer's
 
     @T.macro
     def release(free, k, lane, thread):
