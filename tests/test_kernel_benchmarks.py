@@ -284,6 +284,7 @@ class Card:
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
         monkeypatch.setattr("benchmarks.kernels.common.time.sleep", lambda seconds: self.rest())
 
     def rest(self) -> None:

@@ -146,6 +146,7 @@ SAMPLE_MS = 4
 RESTED_SAMPLES = 5
 REST_MS = 20
 RESTED_MS = 2
+WAIT_CYCLES = 2_000_000  # a millisecond
 
 
 def measured(
@@ -188,7 +189,7 @@ def medians_ms(calls: Sequence[Callable[[], object]]) -> list[float]:
 def _once_ms(call: Callable[[], object]) -> float:
     """The time of a second call, by which to say how many make a sample."""
     call()
-    return _sample_ms(call, 1, False)
+    return _sample_ms(call, 1)
 
 
 def _turn_ms(call: Callable[[], object], once: float) -> list[float]:
@@ -212,7 +213,8 @@ def rested_ms(calls: Sequence[Callable[[], object]]) -> list[float]:
     """Median time of each call on a card that rests for 20 ms before, so that no load before it lowers the clock.
 
     Five samples each, in turns, of calls in a row, as many as make up 2 ms. A short call is made once before they
-    count, so that the host's work for the first is no part of the time.
+    count, and the GPU waits for a millisecond before a long one, so that the host's work for the first is no part of
+    the time.
     """
     once = [_once_ms(call) for call in calls]
     samples: list[list[float]] = [[] for _ in calls]
@@ -220,14 +222,20 @@ def rested_ms(calls: Sequence[Callable[[], object]]) -> list[float]:
         for call, expected, found in zip(calls, once, samples, strict=True):
             torch.cuda.synchronize()
             time.sleep(REST_MS / 1e3)
-            found.append(_sample_ms(call, max(1, math.ceil(RESTED_MS / expected)), expected < RESTED_MS))
+            in_a_row = max(1, math.ceil(RESTED_MS / expected))
+            short = expected < RESTED_MS
+            found.append(_sample_ms(call, in_a_row, after_another=short, waiting=not short))
     return [statistics.median(found) for found in samples]
 
 
-def _sample_ms(call: Callable[[], object], in_a_row: int, after_another: bool) -> float:
+def _sample_ms(
+    call: Callable[[], object], in_a_row: int, *, after_another: bool = False, waiting: bool = False
+) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if after_another:
         call()
+    elif waiting:
+        torch.cuda._sleep(WAIT_CYCLES)
     start.record()
     for _ in range(in_a_row):
         call()
