@@ -25,19 +25,19 @@ def kernels(module: str, name: str) -> list[Callable[..., Any]]:
 
 
 SPARSE: list[tuple[dict[str, Any], str]] = [
-    ({"q_SHE": torch.zeros(3, 40)}, r"q \[3, 40\]"),
-    ({"q_SHE": torch.zeros(1, 1, 3, 4, 40)}, r"q \[1, 1, 3, 4, 40\]"),
-    ({"kv_TE": torch.zeros(40)}, r"kv \[40\]"),
-    ({"kv_TE": torch.zeros(9, 2, 40)}, r"kv \[9, 2, 40\].* \[T, E\] or \[T, 1, E\]"),
-    ({"kv_TE": torch.zeros(9, 41)}, "q has 40 dims a head and kv 41 a token"),
-    ({"kv_TE": torch.zeros(9, 40).double()}, "q is torch.float32 and kv torch.float64"),
-    ({"kv_TE": torch.zeros(9, 40, device=META)}, "kv is on meta, and not on cpu"),
-    ({"q_SHE": torch.ones(3, 4, 40).int(), "kv_TE": torch.ones(9, 40).int()}, "q is torch.int32, no floating"),
-    ({"indices_SK": torch.zeros(5).int()}, r"indices \[5\]"),
-    ({"indices_SK": torch.zeros(1, 5).int()}, "3 queries and 1 lists"),
-    ({"indices_SK": torch.zeros(3, 5)}, "indices is torch.float32, expected int32 or int64"),
-    ({"indices_SK": torch.zeros(3, 5).to(torch.uint8)}, "indices is torch.uint8, expected int32 or int64"),
-    ({"indices_SK": torch.zeros(3, 5, dtype=torch.int32, device=META)}, "indices is on meta, and not on cpu"),
+    ({"q": torch.zeros(3, 40)}, r"q \[3, 40\]"),
+    ({"q": torch.zeros(1, 1, 3, 4, 40)}, r"q \[1, 1, 3, 4, 40\]"),
+    ({"kv": torch.zeros(40)}, r"kv \[40\]"),
+    ({"kv": torch.zeros(9, 2, 40)}, r"kv \[9, 2, 40\].* \[T, E\] or \[T, 1, E\]"),
+    ({"kv": torch.zeros(9, 41)}, "q has 40 dims a head and kv 41 a token"),
+    ({"kv": torch.zeros(9, 40).double()}, "q is torch.float32 and kv torch.float64"),
+    ({"kv": torch.zeros(9, 40, device=META)}, "kv is on meta, and not on cpu"),
+    ({"q": torch.ones(3, 4, 40).int(), "kv": torch.ones(9, 40).int()}, "q is torch.int32, no floating"),
+    ({"indices": torch.zeros(5).int()}, r"indices \[5\]"),
+    ({"indices": torch.zeros(1, 5).int()}, "3 queries and 1 lists"),
+    ({"indices": torch.zeros(3, 5)}, "indices is torch.float32, expected int32 or int64"),
+    ({"indices": torch.zeros(3, 5).to(torch.uint8)}, "indices is torch.uint8, expected int32 or int64"),
+    ({"indices": torch.zeros(3, 5, dtype=torch.int32, device=META)}, "indices is on meta, and not on cpu"),
     ({"topk_length": torch.tensor([1])}, r"topk_length \[1\] for 3 queries"),
     ({"topk_length": torch.tensor([1, 2, 3, 4])}, r"topk_length \[4\] for 3 queries"),
     ({"topk_length": torch.ones(3)}, "topk_length is torch.float32, expected int32 or int64"),
@@ -49,8 +49,8 @@ SPARSE: list[tuple[dict[str, Any], str]] = [
 
 
 def sparse_arguments(change: dict[str, Any]) -> dict[str, Any]:
-    plain = {"q_SHE": torch.zeros(3, 4, 40), "kv_TE": torch.zeros(9, 40), "scale": 0.2, "d_v": 32}
-    return plain | {"indices_SK": torch.zeros(3, 5, dtype=torch.int32)} | change
+    plain = {"q": torch.zeros(3, 4, 40), "kv": torch.zeros(9, 40), "scale": 0.2, "d_v": 32}
+    return plain | {"indices": torch.zeros(3, 5, dtype=torch.int32)} | change
 
 
 @pytest.mark.parametrize("change, message", SPARSE)
@@ -88,9 +88,9 @@ def test_sparse_backward(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"q_SHE": torch.zeros(3, 40)}, r"q \[3, 40\]"),
-        ({"kv_TE": torch.zeros(9, 41)}, "q has 40 dims a head and kv 41 a token"),
-        ({"kv_TE": torch.zeros(9, 40).half()}, "q is torch.float32 and kv torch.float16"),
+        ({"q": torch.zeros(3, 40)}, r"q \[3, 40\]"),
+        ({"kv": torch.zeros(9, 41)}, "q has 40 dims a head and kv 41 a token"),
+        ({"kv": torch.zeros(9, 40).half()}, "q is torch.float32 and kv torch.float16"),
         ({"ends": torch.tensor([1])}, r"ends \[1\]: it needs one entry for each of 3 queries"),
         ({"starts": torch.zeros(3)}, "starts is torch.float32, expected int32 or int64"),
         ({"rows_S": torch.zeros(3, dtype=torch.int32, device=META)}, "rows_S is on meta, and not on cpu"),
@@ -101,8 +101,8 @@ def test_sparse_backward(change: dict[str, Any], message: str) -> None:
 )
 def test_dense(change: dict[str, Any], message: str) -> None:
     arguments = {
-        "q_SHE": torch.zeros(3, 4, 40),
-        "kv_TE": torch.zeros(9, 40),
+        "q": torch.zeros(3, 4, 40),
+        "kv": torch.zeros(9, 40),
         "scale": 0.2,
         "d_v": 32,
     } | change
@@ -184,7 +184,7 @@ def test_loss(change: dict[str, Any], message: str) -> None:
 
 def test_a_batch() -> None:
     arguments = sparse_arguments({})
-    batch = {name: torch.stack([arguments[name]] * 2) for name in ("q_SHE", "kv_TE", "indices_SK")}
+    batch = {name: torch.stack([arguments[name]] * 2) for name in ("q", "kv", "indices")}
     backend = resolve_backend("reference", "cpu")
     with pytest.raises(ValueError, match=r"topk_length \[3, 2\] for 2 x 3 queries"):
         backend.sparse_mla(**arguments | batch, topk_length=torch.ones(3, 2).int())

@@ -17,9 +17,9 @@ from mla_convert.runtime.dispatch import Backend, available, resolve_backend
 def sparse_arguments(dtype: torch.dtype = torch.float32) -> dict[str, object]:
     torch.manual_seed(0)
     return {
-        "q_SHE": torch.randn(3, 4, 40, dtype=dtype),
-        "kv_TE": torch.randn(9, 40, dtype=dtype),
-        "indices_SK": torch.randint(-1, 9, (3, 5)),
+        "q": torch.randn(3, 4, 40, dtype=dtype),
+        "kv": torch.randn(9, 40, dtype=dtype),
+        "indices": torch.randint(-1, 9, (3, 5)),
         "scale": 0.2,
         "d_v": 32,
     }
@@ -149,7 +149,7 @@ def test_auto_records_why_a_call_went_to_the_reference(
     assert why in backend.explain()
 
 
-@pytest.mark.parametrize("wanted", ["q_SHE", "kv_TE"])
+@pytest.mark.parametrize("wanted", ["q", "kv"])
 def test_gradients_run_the_kernels_forward_and_backward(
     kernels_available: list[str], monkeypatch: pytest.MonkeyPatch, wanted: str
 ) -> None:
@@ -180,8 +180,8 @@ def test_gradients_that_the_kernels_cannot_give_come_from_the_reference(
     kernels = pytest.importorskip("mla_convert.runtime.kernels.sparse_mla_backward")
     backend = resolve_backend("auto", "cuda:0")
     query = torch.randn(3, 4, 448 + 128, dtype=torch.bfloat16, requires_grad=True)
-    arguments = {**sparse_arguments(torch.bfloat16), "q_SHE": query, "d_v": 448}
-    arguments["kv_TE"] = torch.randn(9, 448 + 128, dtype=torch.bfloat16)
+    arguments = {**sparse_arguments(torch.bfloat16), "q": query, "d_v": 448}
+    arguments["kv"] = torch.randn(9, 448 + 128, dtype=torch.bfloat16)
     backend.sparse_mla(**arguments)[0].float().sum().backward()
     why = kernels.unsupported(query, 448, 0.5)
     assert why == "128 dims behind the values, more than 64 for gradients"
@@ -227,9 +227,9 @@ def test_kernel_arguments_that_contradict_each_other() -> None:
     kernels = pytest.importorskip("mla_convert.runtime.kernels.sparse_mla")
     arguments = sparse_arguments(torch.bfloat16)
     with pytest.raises(ValueError, match="q has 40 dims a head and kv 39 a token"):
-        kernels.sparse_mla(**{**arguments, "kv_TE": torch.zeros(9, 39, dtype=torch.bfloat16)})
+        kernels.sparse_mla(**{**arguments, "kv": torch.zeros(9, 39, dtype=torch.bfloat16)})
     with pytest.raises(ValueError, match="3 queries and 2 lists"):
-        kernels.sparse_mla(**{**arguments, "indices_SK": torch.zeros(2, 5, dtype=torch.int32)})
+        kernels.sparse_mla(**{**arguments, "indices": torch.zeros(2, 5, dtype=torch.int32)})
     indexer = pytest.importorskip("mla_convert.runtime.kernels.indexer_logits")
     with pytest.raises(ValueError, match=r"ends \[4\]: it needs one entry for each of 3 queries"):
         indexer.indexer_logits(**indexer_arguments(torch.bfloat16), ends=torch.zeros(4, dtype=torch.int32))
@@ -238,7 +238,7 @@ def test_kernel_arguments_that_contradict_each_other() -> None:
 def test_empty_lists_need_no_launch() -> None:
     kernels = pytest.importorskip("mla_convert.runtime.kernels.sparse_mla")
     arguments = sparse_arguments(torch.bfloat16)
-    out, lse = kernels.sparse_mla(**{**arguments, "kv_TE": torch.zeros(0, 40, dtype=torch.bfloat16)})
+    out, lse = kernels.sparse_mla(**{**arguments, "kv": torch.zeros(0, 40, dtype=torch.bfloat16)})
     assert out.shape == (3, 4, 32) and not out.any() and lse.isneginf().all()
 
 

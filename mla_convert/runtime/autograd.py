@@ -14,9 +14,9 @@ class Forward(Protocol):
 
     def __call__(
         self,
-        q_SHE: Tensor,
-        kv_TE: Tensor,
-        indices_SK: Tensor,
+        q: Tensor,
+        kv: Tensor,
+        indices: Tensor,
         scale: float,
         *,
         topk_length: Tensor | None = None,
@@ -30,9 +30,9 @@ class Backward(Protocol):
 
     def __call__(
         self,
-        q_SHE: Tensor,
-        kv_TE: Tensor,
-        indices_SK: Tensor,
+        q: Tensor,
+        kv: Tensor,
+        indices: Tensor,
         scale: float,
         out_SHR: Tensor,
         lse_SH: Tensor,
@@ -99,9 +99,9 @@ class SparseMLA(torch.autograd.Function):
 
 
 def sparse_mla(
-    q_SHE: Tensor,
-    kv_TE: Tensor,
-    indices_SK: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
     scale: float,
     *,
     topk_length: Tensor | None = None,
@@ -113,7 +113,7 @@ def sparse_mla(
     """``reference.sparse_mla`` (with ``kernels`` those of Hopper), and the backward pass that belongs to it.
 
     Args:
-        q_SHE, kv_TE, indices_SK, scale, topk_length, attn_sink, d_v: As ``reference.sparse_mla`` takes them.
+        q, kv, indices, scale, topk_length, attn_sink, d_v: As ``reference.sparse_mla`` takes them.
         deterministic: Whether two backward passes give equal bits; None: what
             ``torch.are_deterministic_algorithms_enabled`` says when the pass runs.
 
@@ -132,6 +132,6 @@ def sparse_mla(
 
         forward, run_backward = reference.sparse_mla, backward.sparse_mla_backward
     result: tuple[Tensor, Tensor] = SparseMLA.apply(  # type: ignore[no-untyped-call]
-        q_SHE, kv_TE, indices_SK, scale, topk_length, attn_sink, d_v, deterministic, forward, run_backward
+        q, kv, indices, scale, topk_length, attn_sink, d_v, deterministic, forward, run_backward
     )
     return result

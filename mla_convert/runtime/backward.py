@@ -17,9 +17,9 @@ from mla_convert.runtime.numerics import chunks, compute_dtype
 
 
 def sparse_mla_backward(
-    q_SHE: Tensor,
-    kv_TE: Tensor,
-    indices_SK: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
     scale: float,
     out_SHR: Tensor,
     lse_SH: Tensor,
@@ -38,7 +38,7 @@ def sparse_mla_backward(
     that of a value p * share * d_out, and that of the sink -delta * (1 - share).
 
     Args:
-        q_SHE, kv_TE, indices_SK, scale, topk_length, attn_sink, d_v: As given to ``sparse_mla``.
+        q, kv, indices, scale, topk_length, attn_sink, d_v: As given to ``sparse_mla``.
         out_SHR, lse_SH: What it returned.
         d_out_SHR, d_lse: Gradients of both; None: that of lse is 0.
         deterministic: Whether two runs on a GPU give equal bits; None: what
@@ -51,25 +51,25 @@ def sparse_mla_backward(
     Raises:
         ValueError: tensors that do not belong together.
     """
-    flat_kv_TE = kv_TE.squeeze(1) if kv_TE.ndim == 3 else kv_TE
-    indices_SK = indices_SK.squeeze(1) if indices_SK.ndim == 3 else indices_SK
+    flat_kv_TE = kv.squeeze(1) if kv.ndim == 3 else kv
+    indices = indices.squeeze(1) if indices.ndim == 3 else indices
     check_sparse_backward(
-        q_SHE, flat_kv_TE, indices_SK, out_SHR, lse_SH, d_out_SHR, topk_length, attn_sink, d_v, d_lse
+        q, flat_kv_TE, indices, out_SHR, lse_SH, d_out_SHR, topk_length, attn_sink, d_v, d_lse
     )
-    (queries, heads, width), (tokens, entries) = q_SHE.shape, (flat_kv_TE.shape[0], indices_SK.shape[1])
-    dtype = compute_dtype(q_SHE.dtype)
+    (queries, heads, width), (tokens, entries) = q.shape, (flat_kv_TE.shape[0], indices.shape[1])
+    dtype = compute_dtype(q.dtype)
     deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-    dq_SHE = torch.zeros_like(q_SHE)
-    dkv_TE = torch.zeros(tokens, width, dtype=dtype, device=q_SHE.device)
-    d_sink_H = None if attn_sink is None else torch.zeros(heads, dtype=dtype, device=q_SHE.device)
+    dq_SHE = torch.zeros_like(q)
+    dkv_TE = torch.zeros(tokens, width, dtype=dtype, device=q.device)
+    d_sink_H = None if attn_sink is None else torch.zeros(heads, dtype=dtype, device=q.device)
     for rows in chunks(queries if tokens and entries else 0, entries * (3 * width + 4 * heads)):
-        chosen_SK = indices_SK[rows].long()
+        chosen_SK = indices[rows].long()
         valid_SK = (chosen_SK >= 0) & (chosen_SK < tokens)
         if topk_length is not None:
-            valid_SK &= torch.arange(entries, device=q_SHE.device) < topk_length[rows, None]
+            valid_SK &= torch.arange(entries, device=q.device) < topk_length[rows, None]
         chosen_SK = chosen_SK.masked_fill(~valid_SK, 0)
         kv_SKE = flat_kv_TE[chosen_SK].to(dtype).masked_fill(~valid_SK[..., None], 0)
-        part_q_SHE, d_part_SHR = q_SHE[rows].to(dtype), d_out_SHR[rows].to(dtype)
+        part_q_SHE, d_part_SHR = q[rows].to(dtype), d_out_SHR[rows].to(dtype)
         lse_HS = lse_SH[rows].to(dtype).T
         empty_HS = lse_HS.isneginf()
         logits_HSK = torch.einsum("she,ske->hsk", part_q_SHE, kv_SKE) * scale
@@ -94,4 +94,4 @@ def sparse_mla_backward(
         else:
             dkv_TE.index_add_(0, where, what)
     d_sink = None if attn_sink is None or d_sink_H is None else d_sink_H.to(attn_sink.dtype)
-    return dq_SHE, dkv_TE.to(kv_TE.dtype).reshape(kv_TE.shape), d_sink
+    return dq_SHE, dkv_TE.to(kv.dtype).reshape(kv.shape), d_sink

@@ -17,7 +17,7 @@ from mla_convert.runtime.reference import dense_mla, sparse_mla
 
 
 def decode_mla(
-    q_BSHE: Tensor,
+    q: Tensor,
     kv_cache: Tensor,
     *,
     cache_seqlens: Tensor | None = None,
@@ -32,7 +32,7 @@ def decode_mla(
     """Attention of new tokens to the latent cache, which holds them already (FlashMLA's decode contract).
 
     Args:
-        q_BSHE: [B, S, H, E].
+        q: [B, S, H, E].
         kv_cache: Without ``block_table``: [B, T, E] or [B, T, 1, E]. With it: [blocks, page, E] or
             [blocks, page, 1, E]. Or FP8 rows (``kv_cache``), uint8 or float8_e4m3fn with 656 in place of E.
         cache_seqlens: Cached tokens of each request, the new ones among them, int [B]. Sparse attention ignores it.
@@ -53,16 +53,16 @@ def decode_mla(
     Raises:
         ValueError: arguments that contradict each other.
     """
-    check(q_BSHE, kv_cache, cache_seqlens, block_table, causal, indices, topk_length, attn_sink, d_v)
-    batch, queries, heads = q_BSHE.shape[:3]
+    check(q, kv_cache, cache_seqlens, block_table, causal, indices, topk_length, attn_sink, d_v)
+    batch, queries, heads = q.shape[:3]
     page = kv_cache.shape[1]
     rows = kv_cache.reshape(-1, kv_cache.shape[-1])
 
     def read(chosen: Tensor) -> Tensor:
-        return unpack_fp8(rows[chosen], torch.bfloat16).to(q_BSHE.dtype) if is_fp8(rows) else rows[chosen]
+        return unpack_fp8(rows[chosen], torch.bfloat16).to(q.dtype) if is_fp8(rows) else rows[chosen]
 
-    out_BSHV = q_BSHE.new_zeros(batch, queries, heads, d_v)
-    lse_BSH = q_BSHE.new_full((batch, queries, heads), -torch.inf, dtype=compute_dtype(q_BSHE.dtype))
+    out_BSHV = q.new_zeros(batch, queries, heads, d_v)
+    lse_BSH = q.new_full((batch, queries, heads), -torch.inf, dtype=compute_dtype(q.dtype))
     for b in range(batch):
         if indices is not None:
             listed_SK = indices[b].long()
@@ -70,7 +70,7 @@ def decode_mla(
             used, place_SK = torch.unique(listed_SK.masked_fill(~known_SK, 0), return_inverse=True)
             limits_S = None if topk_length is None else topk_length[b].expand(queries)
             out_BSHV[b], lse_BSH[b] = sparse_mla(
-                q_BSHE[b],
+                q[b],
                 read(used),
                 place_SK.masked_fill(~known_SK, -1),
                 scale,
@@ -84,14 +84,14 @@ def decode_mla(
         length = min(int(cache_seqlens[b]), capacity)
         if length <= 0:
             continue
-        positions_BT = torch.arange(length, device=q_BSHE.device)[None]
+        positions_BT = torch.arange(length, device=q.device)[None]
         table = None if block_table is None else block_table[b : b + 1]
         chosen = cache_rows(positions_BT, table, page)[0] + (b * page if block_table is None else 0)
-        ends_S = torch.full((queries,), length, device=q_BSHE.device)
+        ends_S = torch.full((queries,), length, device=q.device)
         if causal:
-            ends_S = int(cache_seqlens[b]) - queries + 1 + torch.arange(queries, device=q_BSHE.device)
+            ends_S = int(cache_seqlens[b]) - queries + 1 + torch.arange(queries, device=q.device)
         out_BSHV[b], lse_BSH[b] = dense_mla(
-            q_BSHE[b], read(chosen.long()), scale, ends=ends_S, attn_sink=attn_sink, d_v=d_v
+            q[b], read(chosen.long()), scale, ends=ends_S, attn_sink=attn_sink, d_v=d_v
         )
     return out_BSHV, lse_BSH.transpose(1, 2)
 

@@ -48,9 +48,9 @@ class Backend:
 
     def sparse_mla(
         self,
-        q_SHE: Tensor,
-        kv_TE: Tensor,
-        indices_SK: Tensor,
+        q: Tensor,
+        kv: Tensor,
+        indices: Tensor,
         scale: float,
         *,
         topk_length: Tensor | None = None,
@@ -62,10 +62,10 @@ class Backend:
         A batch of sequences, each with a cache of its own, has one dim more in front of every tensor but
         ``attn_sink``: q [B, S, H, E], kv [B, T, E], indices [B, S, K] into the sequence's own cache.
         """
-        require(q_SHE.ndim in (3, 4), f"q {list(q_SHE.shape)}: expected [S, H, E] or [B, S, H, E]")
-        if q_SHE.ndim == 4:
-            batch, queries = q_SHE.shape[:2]
-            flat_q_SHE, flat_kv_TE, flat_indices_SK = _one_sequence(q_SHE, kv_TE, indices_SK)
+        require(q.ndim in (3, 4), f"q {list(q.shape)}: expected [S, H, E] or [B, S, H, E]")
+        if q.ndim == 4:
+            batch, queries = q.shape[:2]
+            flat_q_SHE, flat_kv_TE, flat_indices_SK = _one_sequence(q, kv, indices)
             if topk_length is not None:
                 shape = list(topk_length.shape)
                 require(shape == [batch, queries], f"topk_length {shape} for {batch} x {queries} queries")
@@ -79,42 +79,42 @@ class Backend:
                 attn_sink=attn_sink,
                 d_v=d_v,
             )
-            heads = q_SHE.shape[2]
+            heads = q.shape[2]
             return out_SHV.reshape(batch, queries, heads, d_v), lse_SH.reshape(batch, queries, heads)
         if self.name == "tilelang":
             from mla_convert.runtime.kernels import sparse_mla as kernels
 
-            if _needs_grad(q_SHE, kv_TE, attn_sink):
+            if _needs_grad(q, kv, attn_sink):
                 from mla_convert.runtime import autograd
                 from mla_convert.runtime.kernels import sparse_mla_backward
 
-                if self._kernel_runs("sparse_mla", sparse_mla_backward.unsupported(q_SHE, d_v, scale)):
+                if self._kernel_runs("sparse_mla", sparse_mla_backward.unsupported(q, d_v, scale)):
                     return autograd.sparse_mla(
-                        q_SHE,
-                        kv_TE,
-                        indices_SK,
+                        q,
+                        kv,
+                        indices,
                         scale,
                         topk_length=topk_length,
                         attn_sink=attn_sink,
                         d_v=d_v,
                         kernels=True,
                     )
-            elif self._kernel_runs("sparse_mla", kernels.unsupported(q_SHE, d_v, scale)):
+            elif self._kernel_runs("sparse_mla", kernels.unsupported(q, d_v, scale)):
                 return kernels.sparse_mla(
-                    q_SHE, kv_TE, indices_SK, scale, topk_length=topk_length, attn_sink=attn_sink, d_v=d_v
+                    q, kv, indices, scale, topk_length=topk_length, attn_sink=attn_sink, d_v=d_v
                 )
         else:
             self.ran["sparse_mla: reference"] += 1
         from mla_convert.runtime import reference
 
         return reference.sparse_mla(
-            q_SHE, kv_TE, indices_SK, scale, topk_length=topk_length, attn_sink=attn_sink, d_v=d_v
+            q, kv, indices, scale, topk_length=topk_length, attn_sink=attn_sink, d_v=d_v
         )
 
     def dense_mla(
         self,
-        q_SHE: Tensor,
-        kv_TE: Tensor,
+        q: Tensor,
+        kv: Tensor,
         scale: float,
         *,
         rows_S: Tensor | None = None,
@@ -127,11 +127,11 @@ class Backend:
         if self.name == "tilelang":
             from mla_convert.runtime.kernels import dense_mla as kernels
 
-            why = _needs_grad(q_SHE, kv_TE, attn_sink) or kernels.unsupported(q_SHE, d_v, scale)
+            why = _needs_grad(q, kv, attn_sink) or kernels.unsupported(q, d_v, scale)
             if self._kernel_runs("dense_mla", why):
                 return kernels.dense_mla(
-                    q_SHE,
-                    kv_TE,
+                    q,
+                    kv,
                     scale,
                     rows_S=rows_S,
                     starts=starts,
@@ -144,12 +144,12 @@ class Backend:
         from mla_convert.runtime import reference
 
         return reference.dense_mla(
-            q_SHE, kv_TE, scale, rows_S=rows_S, starts=starts, ends=ends, attn_sink=attn_sink, d_v=d_v
+            q, kv, scale, rows_S=rows_S, starts=starts, ends=ends, attn_sink=attn_sink, d_v=d_v
         )
 
     def decode_mla(
         self,
-        q_BSHE: Tensor,
+        q: Tensor,
         kv_cache: Tensor,
         *,
         cache_seqlens: Tensor | None = None,
@@ -175,15 +175,15 @@ class Backend:
         if self.name == "tilelang":
             from mla_convert.runtime.kernels import decode_mla as kernels
 
-            why = _needs_grad(q_BSHE, kv_cache, attn_sink)
-            why = why or kernels.unsupported(q_BSHE, kv_cache, d_v, scale)
+            why = _needs_grad(q, kv_cache, attn_sink)
+            why = why or kernels.unsupported(q, kv_cache, d_v, scale)
             if self._kernel_runs("decode_mla", why):
-                return kernels.decode_mla(q_BSHE, kv_cache, **options)
+                return kernels.decode_mla(q, kv_cache, **options)
         else:
             self.ran["decode_mla: reference"] += 1
         from mla_convert.runtime import decode
 
-        return decode.decode_mla(q_BSHE, kv_cache, **options)
+        return decode.decode_mla(q, kv_cache, **options)
 
     def indexer_logits(
         self,

@@ -99,7 +99,7 @@ class DenseAttention(Protocol):
     """What ``dense_mla`` and the kernel that can stand in for it look like."""
 
     def __call__(
-        self, q_SHE: Tensor, kv_TE: Tensor, scale: float, *, rows_S: Tensor, d_v: int
+        self, q: Tensor, kv: Tensor, scale: float, *, rows_S: Tensor, d_v: int
     ) -> tuple[Tensor, Tensor]:
         """Attend to all keys up to each query's own: (out [S, H, d_v], lse [S, H])."""
         ...
@@ -109,7 +109,7 @@ class SparseAttention(Protocol):
     """What ``sparse_mla`` and every kernel that can stand in for it look like."""
 
     def __call__(
-        self, q_SHE: Tensor, kv_TE: Tensor, indices_SK: Tensor, scale: float, *, d_v: int
+        self, q: Tensor, kv: Tensor, indices: Tensor, scale: float, *, d_v: int
     ) -> tuple[Tensor, Tensor]:
         """Attend to the listed keys: (out [S, H, d_v], lse [S, H])."""
         ...
@@ -285,8 +285,8 @@ def absorbed_mla(
 
 
 def dense_mla(
-    q_SHE: Tensor,
-    kv_TE: Tensor,
+    q: Tensor,
+    kv: Tensor,
     scale: float,
     *,
     rows_S: Tensor | None = None,
@@ -304,22 +304,22 @@ def dense_mla(
     Raises:
         ValueError: tensors that do not belong together, or both ``rows_S`` and ``ends``.
     """
-    kv_TE = kv_TE.squeeze(1) if kv_TE.ndim == 3 else kv_TE
-    check_dense(q_SHE, kv_TE, rows_S, starts, ends, attn_sink, d_v)
-    (queries, heads, _), tokens = q_SHE.shape, kv_TE.shape[0]
-    dtype = compute_dtype(q_SHE.dtype)
+    kv = kv.squeeze(1) if kv.ndim == 3 else kv
+    check_dense(q, kv, rows_S, starts, ends, attn_sink, d_v)
+    (queries, heads, _), tokens = q.shape, kv.shape[0]
+    dtype = compute_dtype(q.dtype)
     if rows_S is None:
-        rows_S = torch.arange(tokens - queries, tokens, device=q_SHE.device) if ends is None else ends - 1
-    out_SHR = q_SHE.new_empty(queries, heads, d_v)
-    lse_SH = q_SHE.new_empty(queries, heads, dtype=dtype)
-    kv_TE = kv_TE.to(dtype)
+        rows_S = torch.arange(tokens - queries, tokens, device=q.device) if ends is None else ends - 1
+    out_SHR = q.new_empty(queries, heads, d_v)
+    lse_SH = q.new_empty(queries, heads, dtype=dtype)
+    kv = kv.to(dtype)
     for rows in chunks(queries, 3 * heads * tokens):
         seen_ST = _visible(rows_S[rows], tokens, None)
         if starts is not None:
-            seen_ST &= torch.arange(tokens, device=q_SHE.device) >= starts[rows, None]
-        seen_TE = kv_TE.masked_fill(~seen_ST.any(0)[:, None], 0)  # a weight of 0 would not stop a NaN
+            seen_ST &= torch.arange(tokens, device=q.device) >= starts[rows, None]
+        seen_TE = kv.masked_fill(~seen_ST.any(0)[:, None], 0)  # a weight of 0 would not stop a NaN
         part_SHR, lse_HS = recomputed(
-            _latent_attention, q_SHE[rows].to(dtype), seen_TE, seen_TE[:, :d_v], seen_ST, scale
+            _latent_attention, q[rows].to(dtype), seen_TE, seen_TE[:, :d_v], seen_ST, scale
         )
         out_SHR[rows] = _take_sink(part_SHR, lse_HS, attn_sink).to(out_SHR.dtype)
         lse_SH[rows] = lse_HS.T
@@ -342,9 +342,9 @@ def _latent_attention(
 
 
 def sparse_mla(
-    q_SHE: Tensor,
-    kv_TE: Tensor,
-    indices_SK: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
     scale: float,
     *,
     topk_length: Tensor | None = None,
@@ -354,9 +354,9 @@ def sparse_mla(
     """Attention of absorbed queries to the cached tokens listed for each (FlashMLA's sparse contract).
 
     Args:
-        q_SHE: [S, H, E].
-        kv_TE: [T, E] or [T, 1, E]; the first ``d_v`` dims are the values as well.
-        indices_SK: [S, K] or [S, 1, K], int32 or int64. Entry j of a query counts if 0 <= index < T and
+        q: [S, H, E].
+        kv: [T, E] or [T, 1, E]; the first ``d_v`` dims are the values as well.
+        indices: [S, K] or [S, 1, K], int32 or int64. Entry j of a query counts if 0 <= index < T and
             j < topk_length; a token listed twice counts twice. Causality is up to the caller.
         topk_length: How many entries of each query to read, int [S]; None reads all.
         attn_sink: Logits [H] that take a share of the softmax: out is multiplied by
@@ -369,23 +369,23 @@ def sparse_mla(
     Raises:
         ValueError: tensors that do not belong together.
     """
-    kv_TE = kv_TE.squeeze(1) if kv_TE.ndim == 3 else kv_TE
-    indices_SK = indices_SK.squeeze(1) if indices_SK.ndim == 3 else indices_SK
-    check_sparse(q_SHE, kv_TE, indices_SK, topk_length, attn_sink, d_v)
-    (queries, heads, width), tokens, entries = q_SHE.shape, kv_TE.shape[0], indices_SK.shape[1]
-    dtype = compute_dtype(q_SHE.dtype)
-    out_SHR = q_SHE.new_zeros(queries, heads, d_v)
-    lse_SH = q_SHE.new_full((queries, heads), -torch.inf, dtype=dtype)
+    kv = kv.squeeze(1) if kv.ndim == 3 else kv
+    indices = indices.squeeze(1) if indices.ndim == 3 else indices
+    check_sparse(q, kv, indices, topk_length, attn_sink, d_v)
+    (queries, heads, width), tokens, entries = q.shape, kv.shape[0], indices.shape[1]
+    dtype = compute_dtype(q.dtype)
+    out_SHR = q.new_zeros(queries, heads, d_v)
+    lse_SH = q.new_full((queries, heads), -torch.inf, dtype=dtype)
     if not tokens or not entries:
         return out_SHR, lse_SH
-    kv_TE = kv_TE.to(dtype)  # before the gather, so that gradients of a token add up in this dtype
+    kv = kv.to(dtype)  # before the gather, so that gradients of a token add up in this dtype
     for rows in chunks(queries, entries * (2 * width + 3 * heads)):
-        chosen_SK = indices_SK[rows].long()
+        chosen_SK = indices[rows].long()
         valid_SK = (chosen_SK >= 0) & (chosen_SK < tokens)
         if topk_length is not None:
-            valid_SK &= torch.arange(entries, device=q_SHE.device) < topk_length[rows, None]
+            valid_SK &= torch.arange(entries, device=q.device) < topk_length[rows, None]
         part_SHR, lse_HS = recomputed(
-            _listed_attention, q_SHE[rows].to(dtype), kv_TE, chosen_SK, valid_SK, scale, d_v
+            _listed_attention, q[rows].to(dtype), kv, chosen_SK, valid_SK, scale, d_v
         )
         out_SHR[rows] = _take_sink(part_SHR, lse_HS, attn_sink).to(out_SHR.dtype)
         lse_SH[rows] = lse_HS.T

@@ -34,10 +34,6 @@ PLAN_COLUMNS = 6
 see), for each share (first item, last item), one with the units of a share, and one for each query (its span)."""
 
 FP8_ROW = 656  # bytes of a cached token in FlashMLA's FP8 layout: 512 e4m3, 4 float32 scales, 64 bfloat16
-FP8_GROUP = 128  # values that share a scale
-FP8_SCALES = 512 // 4  # where the scales begin, in float32
-FP8_ROPE = 528 // 2  # where the rotary dims begin, in bfloat16
-
 
 BEGIN, END, COUNT, ROW, ROWS_END, WHOLE, SLOT, REQUEST, SEEN_BEGIN, SEEN_END, TURN = range(11)
 """What ``turn_at`` finds: the tokens and blocks of a thread block's part of an item, the rows of its tile and where
@@ -183,69 +179,4 @@ def fetch(
                         source[r] >= 0,
                     )
         T.cp_async_barrier_noinc(full[s * 2 + 1])
-        T.barrier_arrive(full[s * 2 + 1])
-
-
-@T.macro
-def load_codes(KV, Scales, source, raw, factor, half, thread):
-    """Producer: half of the values of four rows and their scales into registers; zeros for a row that is not there."""
-    for r in T.unroll(4):
-        for u in T.unroll(2):
-            factor[r * 2 + u] = T.if_then_else(
-                source[r] >= 0, Scales[T.max(source[r], 0), FP8_SCALES + half * 2 + u], 0.0
-            )
-            for k in T.vectorized(16):
-                raw[(r * 2 + u) * 16 + k] = T.if_then_else(
-                    source[r] >= 0,
-                    KV[T.max(source[r], 0), (half * 2 + u) * FP8_GROUP + thread % 8 * 16 + k],
-                    T.cast(0.0, "float8_e4m3fn"),
-                )
-
-
-@T.macro
-def store_values(raw, factor, rank_sh, s, half, thread):
-    """Producer: code times scale, rounded, to shared memory."""
-    for r in T.unroll(4):
-        for u in T.unroll(2):
-            for v in T.unroll(2):
-                for k in T.vectorized(8):
-                    rank_sh[
-                        s, r * 16 + thread // 8, (half * 2 + u) * FP8_GROUP + thread % 8 * 16 + v * 8 + k
-                    ] = T.cast(raw[(r * 2 + u) * 16 + v * 8 + k], "float32") * factor[r * 2 + u]
-
-
-@T.macro
-def fetch_fp8(
-    KV, Scales, Rope, Table, paged, entry, source, here, raw, factor, rank_sh, rope_sh, valid, holes, request, page,
-    pages, begin, end, thread, full, free, used0, used1,
-):  # fmt: skip
-    """Producer: as ``fetch``, from rows in FlashMLA's FP8 layout; values become 16-bit floats on their way.
-
-    ``KV``, ``Scales`` and ``Rope`` are the same memory as e4m3, float32 and bfloat16.
-    """
-    for i in T.serial(T.ceildiv(end - begin, BLOCK)):
-        s = i % 2
-        phase = (T.if_then_else(s == 0, used0, used1) + i // 2) & 1
-        locate(entry, source, page, pages, begin + i * BLOCK, thread)
-        ask(Table, paged, entry, request, page, begin + (i + 1) * BLOCK, end, thread)
-        load_codes(KV, Scales, source, raw, factor, 0, thread)
-        for r in T.unroll(4):
-            here[r] = source[r]
-        T.barrier_wait(free[s * 2], phase ^ 1)
-        flag(here, valid, holes, s, i + 1, thread)
-        store_values(raw, factor, rank_sh, s, 0, thread)
-        T.fence_proxy_async()
-        T.barrier_arrive(full[s * 2])
-        load_codes(KV, Scales, source, raw, factor, 1, thread)
-        T.barrier_wait(free[s * 2 + 1], phase ^ 1)
-        for r in T.unroll(4):
-            T.ptx_cp_async(
-                T.access_ptr(rope_sh[s, r * 16 + thread // 8, thread % 8 * 8], "w", 8),
-                T.access_ptr(Rope[T.max(here[r], 0), FP8_ROPE + thread % 8 * 8], "r", 8),
-                8,
-                here[r] >= 0,
-            )
-        T.cp_async_barrier_noinc(full[s * 2 + 1])
-        store_values(raw, factor, rank_sh, s, 1, thread)
-        T.fence_proxy_async()
         T.barrier_arrive(full[s * 2 + 1])

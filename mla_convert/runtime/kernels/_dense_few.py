@@ -13,7 +13,6 @@ from mla_convert.runtime.kernels._dense import (
     BLOCK,
     COUNT,
     END,
-    FP8_ROW,
     LOWEST,
     PLAN_COLUMNS,
     REQUEST,
@@ -27,7 +26,6 @@ from mla_convert.runtime.kernels._dense import (
     WHOLE,
     ask,
     fetch,
-    fetch_fp8,
     load_queries,
     turn_at,
 )
@@ -161,8 +159,8 @@ def steps(columns: int, rank: int) -> SimpleNamespace:
     return SimpleNamespace(softmax=softmax, reduce_sums=reduce_sums, weigh=weigh, merge=merge)
 
 
-def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
-    """Tokens on the M side, ``columns`` (8, 16 or 32; with ``fp8``: 32) rows on the N side.
+def few_rows(columns: int, rank: int, rope: int, dtype: str) -> Any:
+    """Tokens on the M side, ``columns`` (8, 16 or 32) rows on the N side.
 
     The consumers walk alternate blocks, each with its own softmax state, output and buffer; nothing passes between
     them until they merge at the end. A consumer computes S^T = K q^T, takes the exponentials where the product
@@ -174,11 +172,7 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
     rows, tokens, requests, entries = T.dynamic("rows, tokens, requests, entries")
     lines, slots, heads = T.dynamic("lines, slots, heads")
     stride = BLOCK + 4  # keeps the turn round free of bank conflicts and its rows on 16 bytes
-    own_registers = 208 if fp8 else 216  # of a consumer's thread; FP8 rows pass through the producer's
-    width, kv_type = (FP8_ROW, "float8_e4m3fn") if fp8 else (rank + rope, dtype)
-    # What only FP8 rows have is the rows themselves once more.
-    scale_width, scale_type = (FP8_ROW // 4, "float32") if fp8 else (width, dtype)
-    rope_width = FP8_ROW // 2 if fp8 else width
+    width = rank + rope
 
     each = steps(columns, rank)
     softmax, reduce_sums, weigh, merge = each.softmax, each.reduce_sums, each.weigh, each.merge
@@ -259,9 +253,9 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
     @T.prim_func
     def dense_mla_few_rows(
         Q: T.Tensor([rows, rank + rope], dtype),
-        KV: T.Tensor([tokens, width], kv_type),
-        Scales: T.Tensor([tokens, scale_width], scale_type),
-        Rope: T.Tensor([tokens, rope_width], dtype),
+        KV: T.Tensor([tokens, width], dtype),
+        Scales: T.Tensor([tokens, width], dtype),  # this and the next are FP8 rows' alone: the rows once more
+        Rope: T.Tensor([tokens, width], dtype),
         Table: T.Tensor([requests, entries], "int32"),
         Plan: T.Tensor([lines, PLAN_COLUMNS], "int32"),
         paged: T.int32,
@@ -305,9 +299,6 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
             right1 = T.alloc_fragment([max(right, 64), columns], "float32")
             entry = T.alloc_local([4], "int32")
             source = T.alloc_local([4], "int32")
-            here = T.alloc_local([4], "int32")
-            raw = T.alloc_local([128 if fp8 else 16], kv_type)
-            factor = T.alloc_local([8], "float32")
             used0 = T.alloc_var("int32")
             used1 = T.alloc_var("int32")
             first = T.alloc_var("int32")
@@ -329,7 +320,7 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
             first = Plan[items + T.truncdiv(block, lanes), 0]
             last = Plan[items + T.truncdiv(block, lanes), 1]
             if thread < 128:
-                T.set_max_nreg(own_registers, 1)
+                T.set_max_nreg(216, 1)
                 for w in T.serial(last - first + 1):
                     turn_at(Plan, turn, first + w, block, lanes, share, items_each, rows_each, columns)
                     consume(
@@ -341,7 +332,7 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
                     weigh(thread, turn, heads, has_sink, Sink, highest_sh, total_sh, both_sh, Lse, Part)
                     merge(0, left0, right0, turn, round_sh, both_sh, Out, Part)
             elif thread < 256:
-                T.set_max_nreg(own_registers, 1)
+                T.set_max_nreg(216, 1)
                 for w in T.serial(last - first + 1):
                     turn_at(Plan, turn, first + w, block, lanes, share, items_each, rows_each, columns)
                     consume(
@@ -352,7 +343,7 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
                     used1 = used1 + turn[COUNT] // 2
                     merge(1, right1, left1, turn, round_sh, both_sh, Out, Part)
             else:
-                T.set_max_nreg(504 - 2 * own_registers, 0)
+                T.set_max_nreg(72, 0)
                 producer = thread - 256
                 for w in T.serial(last - first + 1):
                     turn_at(Plan, turn, first + w, block, lanes, share, items_each, rows_each, columns)
@@ -362,18 +353,11 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str, fp8: bool) -> Any:
                         Q, Plan, items + shares + 1, q_rank, q_rope, bounds_sh, turn[ROW], turn[ROWS_END], heads,
                         producer, q_full, columns, rank, rope,
                     )  # fmt: skip
-                    if fp8:
-                        fetch_fp8(
-                            KV, Scales, Rope, Table, paged, entry, source, here, raw, factor, kv_rank, kv_rope, valid,
-                            holes, turn[REQUEST], page, T.truncdiv(tokens, page), turn[BEGIN], turn[END], producer,
-                            full, free, used0, used1,
-                        )  # fmt: skip
-                    else:
-                        fetch(
-                            KV, Table, paged, entry, source, kv_rank, kv_rope, valid, holes, turn[REQUEST], page,
-                            T.truncdiv(tokens, page), turn[BEGIN], turn[END], producer, full, free, used0, used1,
-                            left, rank, rope,
-                        )  # fmt: skip
+                    fetch(
+                        KV, Table, paged, entry, source, kv_rank, kv_rope, valid, holes, turn[REQUEST], page,
+                        T.truncdiv(tokens, page), turn[BEGIN], turn[END], producer, full, free, used0, used1,
+                        left, rank, rope,
+                    )  # fmt: skip
                     used0 = used0 + (turn[COUNT] + 1) // 2
                     used1 = used1 + turn[COUNT] // 2
 

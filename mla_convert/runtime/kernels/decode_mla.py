@@ -28,7 +28,7 @@ from mla_convert.runtime.kv_cache import is_fp8
 
 
 def decode_mla(
-    q_BSHE: Tensor,
+    q: Tensor,
     kv_cache: Tensor,
     *,
     cache_seqlens: Tensor | None = None,
@@ -55,20 +55,20 @@ def decode_mla(
         ValueError: Arguments that contradict each other.
     """
     work = _plan(
-        signature(q_BSHE, kv_cache, cache_seqlens, block_table, indices, topk_length, attn_sink), causal, d_v
+        signature(q, kv_cache, cache_seqlens, block_table, indices, topk_length, attn_sink), causal, d_v
     )
     if reason := scale_problem(scale):
         raise CannotError(f"The decode kernel cannot run: {reason}.")
-    batch, queries, heads, _ = q_BSHE.shape
+    batch, queries, heads, _ = q.shape
     if work is None:
-        lse_BHS = q_BSHE.new_full((batch, heads, queries), -torch.inf, dtype=torch.float32)
-        return q_BSHE.new_zeros(batch, queries, heads, d_v), lse_BHS
+        lse_BHS = q.new_full((batch, heads, queries), -torch.inf, dtype=torch.float32)
+        return q.new_zeros(batch, queries, heads, d_v), lse_BHS
 
     rows_TE = kv_cache.reshape(-1, kv_cache.shape[-1])
     if work.fp8:
         rows_TE = rows_TE.view(torch.uint8)
     elif work.padded:
-        q_BSHE, rows_TE = (pad_features(x, d_v, work.rank, work.rope) for x in (q_BSHE, rows_TE))
+        q, rows_TE = (pad_features(x, d_v, work.rank, work.rope) for x in (q, rows_TE))
     if indices is not None:
         table_BP: Tensor | None = launchable(as_int32(indices).reshape(batch * queries, work.capacity))
         lengths = None if topk_length is None else _list_lengths(topk_length, batch, queries)
@@ -78,7 +78,7 @@ def decode_mla(
         table_BP = None if block_table is None else launchable(as_int32(block_table))
         spans = Spans(launchable(as_int32(cache_seqlens)), causal and queries > 1)
     out_NR, lse_N = run_on(
-        work.device, attend, work, q_BSHE, launchable(rows_TE), table_BP, spans, scale, attn_sink
+        work.device, attend, work, q, launchable(rows_TE), table_BP, spans, scale, attn_sink
     )
     out_BSHR = out_NR.view(batch, queries, heads, work.rank)
     lse_BHS = (

@@ -56,8 +56,8 @@ _schedules: dict[Hashable, Tensor] = {}
 
 
 def dense_mla(
-    q_SHE: Tensor,
-    kv_TE: Tensor,
+    q: Tensor,
+    kv: Tensor,
     scale: float,
     *,
     rows_S: Tensor | None = None,
@@ -73,13 +73,13 @@ def dense_mla(
     + 1. ``spans.causal_spans`` makes the spans of packed sequences. Neighbours
     with like spans share the work of fetching them, so keep the queries of a sequence together.
 
-    Scores, softmax and both sums are float32; probabilities are rounded to the dtype of ``q_SHE`` before they meet
+    Scores, softmax and both sums are float32; probabilities are rounded to the dtype of ``q`` before they meet
     the values. Two runs give equal bits; last bits depend on what else a call holds, which decides where the
     work is cut into parts. It carries no gradient.
 
     Args:
-        q_SHE: [S, H, E] bfloat16 or float16, any number of heads.
-        kv_TE: [T, E] or [T, 1, E] in the dtype of q; the first ``d_v`` dims are the values as well.
+        q: [S, H, E] bfloat16 or float16, any number of heads.
+        kv: [T, E] or [T, 1, E] in the dtype of q; the first ``d_v`` dims are the values as well.
         scale: Factor on the scores, positive.
         rows_S: Position of each query among the tokens: the same as ``ends`` = rows + 1.
         starts, ends: int32 or int64 [S].
@@ -96,14 +96,14 @@ def dense_mla(
         CannotError: A size, dtype or scale that the kernels do not take; ``unsupported`` says which.
         ValueError: Shapes that contradict each other.
     """
-    kv_TE = kv_TE.squeeze(1) if kv_TE.ndim == 3 else kv_TE
-    work = _plan(signature(q_SHE, kv_TE, rows_S, starts, ends, attn_sink), d_v)
+    kv = kv.squeeze(1) if kv.ndim == 3 else kv
+    work = _plan(signature(q, kv, rows_S, starts, ends, attn_sink), d_v)
     if reason := scale_problem(scale):
         raise CannotError(f"The dense attention kernel cannot run: {reason}.")
     if work is None:
-        queries, heads, _ = q_SHE.shape
-        lse_SH = q_SHE.new_full((queries, heads), -torch.inf, dtype=torch.float32)
-        return q_SHE.new_zeros(queries, heads, d_v), lse_SH
+        queries, heads, _ = q.shape
+        lse_SH = q.new_full((queries, heads), -torch.inf, dtype=torch.float32)
+        return q.new_zeros(queries, heads, d_v), lse_SH
 
     if rows_S is not None:
         ends = rows_S + 1
@@ -119,8 +119,8 @@ def dense_mla(
         starts_S = torch.zeros_like(ends_S) if starts is None else launchable(as_int32(starts))
         spans = Spans(starts_S=starts_S, ends_S=ends_S)
     if work.padded:
-        q_SHE, kv_TE = (pad_features(x, d_v, work.rank, work.rope) for x in (q_SHE, kv_TE))
-    out_NR, lse_N = run_on(work.device, attend, work, q_SHE, launchable(kv_TE), None, spans, scale, attn_sink)
+        q, kv = (pad_features(x, d_v, work.rank, work.rope) for x in (q, kv))
+    out_NR, lse_N = run_on(work.device, attend, work, q, launchable(kv), None, spans, scale, attn_sink)
     out_SHR = out_NR.view(work.queries_each, work.heads, work.rank)
     lse_SH = lse_N.view(work.queries_each, work.heads)
     return (out_SHR if work.rank == d_v else out_SHR[..., :d_v].contiguous()), lse_SH
@@ -435,7 +435,7 @@ def compile_for(
         )
     if fp8:
         return compiled(("dense fp8", tile), lambda: few_fp8_rows(tile), insert_barriers=False)
-    return compiled(("dense", tile, rank, rope, name), lambda: few_rows(tile, rank, rope, name, False))
+    return compiled(("dense", tile, rank, rope, name), lambda: few_rows(tile, rank, rope, name))
 
 
 def plan_kernel() -> Any:

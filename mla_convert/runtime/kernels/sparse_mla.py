@@ -49,9 +49,9 @@ PAIRED = HEADS  # up to so many heads, and given queries enough, pairs of warps 
 
 
 def sparse_mla(
-    q_SHE: Tensor,
-    kv_TE: Tensor,
-    indices_SK: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
     scale: float,
     *,
     topk_length: Tensor | None = None,
@@ -60,14 +60,14 @@ def sparse_mla(
 ) -> tuple[Tensor, Tensor]:
     """Attention of absorbed queries to the cached tokens listed for each, on a Hopper GPU.
 
-    Scores, softmax and both sums are float32; probabilities are rounded to the dtype of ``q_SHE`` before they
+    Scores, softmax and both sums are float32; probabilities are rounded to the dtype of ``q`` before they
     meet the values. The result does not depend on timing (two runs give equal bits), but its last bits depend on
     how many queries one call has, which decides whether lists are split. It carries no gradient.
 
     Args:
-        q_SHE: [S, H, E] bfloat16 or float16, any number of heads, which are never padded in memory.
-        kv_TE: [T, E] or [T, 1, E] in the dtype of q; the first ``d_v`` dims are the values as well.
-        indices_SK: [S, K] or [S, 1, K], int32 or int64 (converted once), any K. Entry j of a query counts if
+        q: [S, H, E] bfloat16 or float16, any number of heads, which are never padded in memory.
+        kv: [T, E] or [T, 1, E] in the dtype of q; the first ``d_v`` dims are the values as well.
+        indices: [S, K] or [S, 1, K], int32 or int64 (converted once), any K. Entry j of a query counts if
             0 <= index < T and j < topk_length; a token listed twice counts twice.
         scale: Factor on the scores, positive.
         topk_length: How many entries of each query to read, int [S]; None reads all.
@@ -84,23 +84,23 @@ def sparse_mla(
         CannotError: A size, dtype or scale that the kernels do not take; ``unsupported`` says which.
         ValueError: Shapes that contradict each other.
     """
-    kv_TE = kv_TE.squeeze(1) if kv_TE.ndim == 3 else kv_TE
-    indices_SK = indices_SK.squeeze(1) if indices_SK.ndim == 3 else indices_SK
-    plan = _plan(signature(q_SHE, kv_TE, indices_SK, topk_length, attn_sink), d_v)
+    kv = kv.squeeze(1) if kv.ndim == 3 else kv
+    indices = indices.squeeze(1) if indices.ndim == 3 else indices
+    plan = _plan(signature(q, kv, indices, topk_length, attn_sink), d_v)
     if reason := scale_problem(scale):
         raise CannotError(f"The sparse attention kernel cannot run: {reason}.")
     if plan is None:
-        queries, heads, _ = q_SHE.shape
-        lse_SH = q_SHE.new_full((queries, heads), -torch.inf, dtype=torch.float32)
-        return q_SHE.new_zeros(queries, heads, d_v), lse_SH
+        queries, heads, _ = q.shape
+        lse_SH = q.new_full((queries, heads), -torch.inf, dtype=torch.float32)
+        return q.new_zeros(queries, heads, d_v), lse_SH
 
     if plan.padded:
-        q_SHE, kv_TE = (pad_features(x, d_v, plan.rank, plan.rope) for x in (q_SHE, kv_TE))
-    q_SHE, kv_TE = launchable(q_SHE), launchable(kv_TE)
-    indices_SK = launchable(as_int32(indices_SK))
+        q, kv = (pad_features(x, d_v, plan.rank, plan.rope) for x in (q, kv))
+    q, kv = launchable(q), launchable(kv)
+    indices = launchable(as_int32(indices))
     limits_S = None if topk_length is None else launchable(as_int32(topk_length))
     sink_H = None if attn_sink is None else launchable(attn_sink.to(torch.float32))
-    out_SHR, lse_SH = run_on(plan.device, _launch, plan, q_SHE, kv_TE, indices_SK, limits_S, sink_H, scale)
+    out_SHR, lse_SH = run_on(plan.device, _launch, plan, q, kv, indices, limits_S, sink_H, scale)
     return (out_SHR if plan.rank == d_v else out_SHR[..., :d_v].contiguous()), lse_SH
 
 

@@ -45,9 +45,9 @@ SLOT_BYTES = 1 << 30
 
 
 def sparse_mla_backward(
-    q_SHE: Tensor,
-    kv_TE: Tensor,
-    indices_SK: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
     scale: float,
     out_SHR: Tensor,
     lse_SH: Tensor,
@@ -65,7 +65,7 @@ def sparse_mla_backward(
     between two products. dkv is summed in a float32 workspace of kv's size.
 
     Args:
-        q_SHE, kv_TE, indices_SK, scale, topk_length, attn_sink, d_v: As given to ``sparse_mla``.
+        q, kv, indices, scale, topk_length, attn_sink, d_v: As given to ``sparse_mla``.
         out_SHR, lse_SH: What it returned.
         d_out_SHR, d_lse: Gradients of both; None: that of lse is 0.
         deterministic: False adds to dkv with atomics, in an order that differs from run to run. True stores every
@@ -82,40 +82,38 @@ def sparse_mla_backward(
         CannotError: A size, dtype or scale that the kernels do not take; ``unsupported`` says which.
         ValueError: Shapes that contradict each other.
     """
-    flat_kv_TE = kv_TE.squeeze(1) if kv_TE.ndim == 3 else kv_TE
-    indices_SK = indices_SK.squeeze(1) if indices_SK.ndim == 3 else indices_SK
+    flat_kv_TE = kv.squeeze(1) if kv.ndim == 3 else kv
+    indices = indices.squeeze(1) if indices.ndim == 3 else indices
     check_sparse_backward(
-        q_SHE, flat_kv_TE, indices_SK, out_SHR, lse_SH, d_out_SHR, topk_length, attn_sink, d_v, d_lse
+        q, flat_kv_TE, indices, out_SHR, lse_SH, d_out_SHR, topk_length, attn_sink, d_v, d_lse
     )
-    queries, heads, width = q_SHE.shape
-    if reason := unsupported(q_SHE, d_v, scale):
+    queries, heads, width = q.shape
+    if reason := unsupported(q, d_v, scale):
         raise CannotError(f"The backward pass of sparse attention cannot run: {reason}.")
-    if not (queries and heads and flat_kv_TE.shape[0] and indices_SK.shape[1]):
+    if not (queries and heads and flat_kv_TE.shape[0] and indices.shape[1]):
         d_sink = None if attn_sink is None else torch.zeros_like(attn_sink)
-        return torch.zeros_like(q_SHE), torch.zeros_like(kv_TE), d_sink
+        return torch.zeros_like(q), torch.zeros_like(kv), d_sink
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
 
     rank, rope = native(d_v, width - d_v)
-    q_SHE = launchable(pad_features(q_SHE, d_v, rank, rope))
+    q = launchable(pad_features(q, d_v, rank, rope))
     flat_kv_TE = launchable(pad_features(flat_kv_TE, d_v, rank, rope))
-    out_SHR, d_out_SHR = (
-        launchable(pad_features(x.to(q_SHE.dtype), d_v, rank, 0)) for x in (out_SHR, d_out_SHR)
-    )
+    out_SHR, d_out_SHR = (launchable(pad_features(x.to(q.dtype), d_v, rank, 0)) for x in (out_SHR, d_out_SHR))
     lse_SH = launchable(lse_SH.to(torch.float32))
-    with torch.cuda.device(q_SHE.device):
+    with torch.cuda.device(q.device):
         rows = _row_terms(out_SHR, d_out_SHR, lse_SH, d_lse, attn_sink, scale)
         limits_S = None if topk_length is None else launchable(as_int32(topk_length))
         launch = _deterministic if deterministic else _atomic
-        indices_SK = launchable(as_int32(indices_SK))
-        dq_SHE, dkv_TE = launch(q_SHE, flat_kv_TE, indices_SK, limits_S, d_out_SHR, rows, scale)
+        indices = launchable(as_int32(indices))
+        dq_SHE, dkv_TE = launch(q, flat_kv_TE, indices, limits_S, d_out_SHR, rows, scale)
     d_sink_H = None
     if attn_sink is not None:
         taken_SH = torch.sigmoid(attn_sink.to(torch.float32) - lse_SH).masked_fill(lse_SH.isneginf(), 0)
         d_sink_H = -(rows.delta_SH * taken_SH).sum(0).to(attn_sink.dtype)
     dq_SHE = _unpad_features(dq_SHE, d_v, rank, width - d_v)
     dkv_TE = _unpad_features(dkv_TE, d_v, rank, width - d_v)
-    return dq_SHE, dkv_TE.to(kv_TE.dtype).reshape(kv_TE.shape), d_sink_H
+    return dq_SHE, dkv_TE.to(kv.dtype).reshape(kv.shape), d_sink_H
 
 
 class _RowTerms:
