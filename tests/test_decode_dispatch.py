@@ -14,7 +14,7 @@ from mla_convert.runtime.dispatch import Requested, resolve_backend
 def decode_arguments(dtype: torch.dtype = torch.float32) -> dict[str, object]:
     torch.manual_seed(0)
     return {
-        "q_BSHE": torch.randn(2, 2, 4, 40, dtype=dtype),
+        "q": torch.randn(2, 2, 4, 40, dtype=dtype),
         "kv_cache": torch.randn(2, 9, 40, dtype=dtype),
         "cache_seqlens": torch.tensor([9, 3]),
         "scale": 0.2,
@@ -26,7 +26,7 @@ def decode_arguments(dtype: torch.dtype = torch.float32) -> dict[str, object]:
 def dense_arguments(dtype: torch.dtype = torch.float32) -> dict[str, object]:
     torch.manual_seed(0)
     q, kv = torch.randn(3, 4, 40, dtype=dtype), torch.randn(9, 40, dtype=dtype)
-    return {"q_SHE": q, "kv_TE": kv, "scale": 0.2, "ends": torch.tensor([1, 9, 4]), "d_v": 32}
+    return {"q": q, "kv": kv, "scale": 0.2, "ends": torch.tensor([1, 9, 4]), "d_v": 32}
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_what_kernels_cannot_take_goes_to_the_reference(kernels_available: list[
     backend = resolve_backend("auto", "cuda:0")
     backend.decode_mla(**decode_arguments())
     arguments = dense_arguments(torch.bfloat16)
-    query = arguments["q_SHE"]
+    query = arguments["q"]
     assert isinstance(query, Tensor)
     query.requires_grad_()
     backend.dense_mla(**arguments)[0].float().sum().backward()

@@ -446,12 +446,12 @@ def test_arguments_on_other_devices_are_refused() -> None:
     cache, table = paged([70], 64)
     lengths = torch.tensor([70])
     refused: list[tuple[Callable[..., Any], dict[str, Any]]] = [
-        (sparse_mla, {"q_SHE": q, "kv_TE": kv, "indices_SK": indices.cpu(), "scale": scale, "d_v": 512}),
-        (sparse_mla, {"q_SHE": q, "kv_TE": kv.cpu(), "indices_SK": indices, "scale": scale, "d_v": 512}),
-        (dense_mla, {"q_SHE": q, "kv_TE": kv.cpu(), "scale": scale, "d_v": 512}),
+        (sparse_mla, {"q": q, "kv": kv, "indices": indices.cpu(), "scale": scale, "d_v": 512}),
+        (sparse_mla, {"q": q, "kv": kv.cpu(), "indices": indices, "scale": scale, "d_v": 512}),
+        (dense_mla, {"q": q, "kv": kv.cpu(), "scale": scale, "d_v": 512}),
         (
             decode_mla,
-            {"q_BSHE": q[None, :1], "kv_cache": cache, "cache_seqlens": lengths, "block_table": table}
+            {"q": q[None, :1], "kv_cache": cache, "cache_seqlens": lengths, "block_table": table}
             | {"scale": scale, "d_v": 512},
         ),
     ]
