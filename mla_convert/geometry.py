@@ -6,7 +6,7 @@ attention at all. It comes from tensor shapes and is cross-checked with the conf
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -157,6 +157,23 @@ def find_blocks(catalogue: Catalogue, *, trust_shapes: bool = False) -> tuple[At
             _why_not_mla(catalogue, config), hint="this tool converts Multi-head Latent Attention only"
         )
     return tuple(sorted(blocks, key=_order))
+
+
+def check_ranks_divide(blocks: Sequence[AttentionBlock], tp: int) -> None:
+    """Refuse a number of tensor-parallel ranks over which a block's heads do not divide.
+
+    Raises:
+        CannotError: They do not; with the sizes that all blocks allow.
+    """
+    bad = next((block for block in blocks if block.heads % tp), None)
+    if bad is None:
+        return
+    most = min(block.heads for block in blocks)
+    legal = [size for size in range(1, most + 1) if all(block.heads % size == 0 for block in blocks)]
+    raise CannotError(
+        f"--tp {tp}: {bad.heads} heads of {bad.prefix.rstrip('.')} do not divide by {tp}",
+        hint=f"sizes that fit: {', '.join(map(str, legal))}",
+    )
 
 
 def _order(block: AttentionBlock) -> tuple[int, str]:

@@ -110,6 +110,17 @@ def test_one_error_however_many_ranks(demo: tuple[Path, Path]) -> None:
     assert said.count("do not divide by 3") == 1
 
 
+def test_ranks_that_cannot_be_are_not_started(
+    demo: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(*_: object) -> int:
+        raise AssertionError("processes were started")
+
+    monkeypatch.setattr("mla_convert.launch.run_ranks", started)
+    said = fails(4, "verify", demo[1], "--launch", "--tp", "3", "--device", "cpu")
+    assert "8 heads" in said and "sizes that fit: 1, 2, 4, 8" in said
+
+
 def test_requests_that_contradict_themselves(demo: tuple[Path, Path]) -> None:
     assert "--launch starts one process a rank" in fails(2, "verify", demo[1], "--launch")
     torchrun = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from mla_convert.console import Console
-from mla_convert.errors import DifferenceError
+from mla_convert.errors import DifferenceError, MlaConvertError
 from mla_convert.options import (
     DEFAULT_WORKERS,
     Color,
@@ -196,7 +196,9 @@ def verify_command(
     with reporting(console):
         from mla_convert.launch import run_ranks, to_launch
 
+        wanted = parse_layers(layers) if layers is not None else None
         if launch and to_launch(tp * cp):
+            _refuse_ranks(path, tp, wanted, trust_shapes=trust_shapes)
             raise typer.Exit(run_ranks(sys.argv[1:], tp * cp))
 
         from mla_convert.demo import checkpoint_or_demo
@@ -207,7 +209,7 @@ def verify_command(
         options = VerifyOptions(
             tp=tp,
             cp=cp,
-            layers=parse_layers(layers) if layers is not None else None,
+            layers=wanted,
             tokens=seq,
             dtype=dtype,
             backend=backend,
@@ -232,6 +234,30 @@ def verify_command(
         )
         if not report.passed:
             raise DifferenceError(f"{report.path} does not verify", details=report.failures)
+
+
+def _refuse_ranks(
+    path: Location | None, tp: int, layers: tuple[int, ...] | None, *, trust_shapes: bool
+) -> None:
+    """Say that a local checkpoint's heads do not divide before a process is started for each rank.
+
+    Rank 0 says whatever else may be wrong with it. It also decides where some blocks divide: it may run only those.
+
+    Raises:
+        CannotError: No block's heads divide.
+    """
+    from mla_convert.geometry import check_ranks_divide, find_blocks
+    from mla_convert.whole import open_whole
+
+    if not isinstance(path, Path):
+        return
+    try:
+        blocks = find_blocks(open_whole(path).logical, trust_shapes=trust_shapes)
+    except MlaConvertError:
+        return
+    chosen = [block for block in blocks if layers is None or block.layer in layers]
+    if chosen and all(block.heads % tp for block in chosen):
+        check_ranks_divide(chosen, tp)
 
 
 def demo(

@@ -12,7 +12,7 @@ import torch
 from mla_convert import __version__
 from mla_convert.catalogue import Catalogue
 from mla_convert.errors import CannotError, UsageError
-from mla_convert.geometry import AttentionBlock, layer_config
+from mla_convert.geometry import AttentionBlock, check_ranks_divide, layer_config
 from mla_convert.inspection import group_blocks
 from mla_convert.runtime.dispatch import resolve_backend
 from mla_convert.verification.absorbed import Folded, Grid
@@ -127,7 +127,7 @@ def make_settings(
             gradients, or the backend or device asked for is not there.
         UsageError: ``device`` is neither cpu nor cuda.
     """
-    _check_tp(options, blocks)
+    check_ranks_divide(blocks, options.tp)
     devices = _devices(options)  # refuses a device that is not there
     devices = devices if ranks is None else (ranks.device,)
     gpu = devices[0].type == "cuda"
@@ -201,18 +201,6 @@ def describe_settings(
             "selection": SELECTION_FLOORS[settings.dtype],
         },
     }
-
-
-def _check_tp(options: VerifyOptions, blocks: Sequence[AttentionBlock]) -> None:
-    bad = next((block for block in blocks if block.heads % options.tp), None)
-    if bad is None:
-        return
-    most = min(block.heads for block in blocks)
-    legal = [size for size in range(1, most + 1) if all(block.heads % size == 0 for block in blocks)]
-    raise CannotError(
-        f"--tp {options.tp}: {bad.heads} heads of {bad.prefix.rstrip('.')} do not divide by {options.tp}",
-        hint=f"sizes that fit: {', '.join(map(str, legal))}",
-    )
 
 
 def _check_tokens(options: VerifyOptions, tokens: int, pieces: int) -> None:
