@@ -354,14 +354,16 @@ def test_dense_spans(heads: int) -> None:
     run_dense(q, kv, starts=starts, ends=ends.clamp_max(870))
 
 
-@pytest.mark.parametrize("heads", [5, 40, 64, 128])
-def test_dense_tokens_that_no_query_sees(heads: int) -> None:
+@pytest.mark.parametrize(
+    ("queries", "heads"), [(60, 5), (60, 40), (60, 64), (60, 128), (2, 1), (8, 1), (2, 8), (2, 16), (10, 3)]
+)
+def test_dense_tokens_that_no_query_sees(queries: int, heads: int) -> None:
     """NaN before, between and behind the spans: neighbours see [100, 210) and [500, 700)."""
     from mla_convert.runtime.kernels.dense_mla import dense_mla
 
-    q, kv = dense_case(60, heads, 900)
-    starts = torch.tensor([100, 500] * 30, device="cuda", dtype=torch.int32)
-    ends = torch.tensor([210, 700] * 30, device="cuda", dtype=torch.int32)
+    q, kv = dense_case(queries, heads, 900)
+    starts = torch.tensor([100, 500] * (queries // 2), device="cuda", dtype=torch.int32)
+    ends = torch.tensor([210, 700] * (queries // 2), device="cuda", dtype=torch.int32)
     want, want_lse = reference.dense_mla(q.double(), kv.double(), 0.05, starts=starts, ends=ends, d_v=512)
     kv[:100] = kv[210:500] = kv[700:] = NAN
     out, lse = dense_mla(q, kv, 0.05, starts=starts, ends=ends, d_v=512)

@@ -123,6 +123,26 @@ def locate(entry, source, page, pages, begin, thread):
 
 
 @T.macro
+def leave_gaps(Plan, spans_at, turn, source, heads, rows, begin, thread):
+    """Producer: -1 for tokens that none of the tile's ``rows`` see: NaN there, times a probability of 0, would be NaN.
+
+    Spans that have a token in common leave no gap, and in all but odd calls they do.
+    """
+    unseen = T.alloc_var("int32")
+    if turn[SEEN_BEGIN] >= turn[SEEN_END]:
+        first = T.truncdiv(turn[ROW], heads)
+        last = T.truncdiv(T.min(turn[ROW] + rows, turn[ROWS_END]) - 1, heads)
+        for r in T.unroll(4):
+            token = begin + r * 16 + thread // 8
+            unseen = 1
+            for k in T.serial(last - first + 1):
+                if (token >= Plan[spans_at + first + k, 0]) & (token < Plan[spans_at + first + k, 1]):
+                    unseen = 0
+            if unseen != 0:
+                source[r] = -1
+
+
+@T.macro
 def flag(source, valid, holes, s, number, thread):
     """Producer: say which rows of a block are there."""
     if thread % 8 == 0:
@@ -134,10 +154,10 @@ def flag(source, valid, holes, s, number, thread):
 
 @T.macro
 def fetch(
-    KV, Table, paged, entry, source, rank_sh, rope_sh, valid, holes, request, page, pages, begin, end, thread, full,
-    free, used0, used1, left, rank, rope,
+    KV, Table, Plan, spans_at, paged, entry, source, rank_sh, rope_sh, valid, holes, turn, page, pages, heads, rows,
+    thread, full, free, used0, used1, left, rank, rope,
 ):  # fmt: skip
-    """Producer: fetch tokens [begin, end) of a request, 64 at a time, eight threads a row.
+    """Producer: fetch the tokens of a thread block's part of an item, 64 at a time, eight threads a row.
 
     A row that is not there is zero-filled without a read, so nothing stale or NaN can reach a product. ``valid``
     says which rows are there, ``holes`` whether a block has others: it then holds the block's number, counted from 1
@@ -145,12 +165,14 @@ def fetch(
     "full" when its copies have landed, and on the second piece's once more, with release order, for its flags.
     """
     column = thread % 8 * 8
-    for i in T.serial(T.ceildiv(end - begin, BLOCK)):
+    for i in T.serial(T.ceildiv(turn[END] - turn[BEGIN], BLOCK)):
         s = i % 2
         phase = (T.if_then_else(s == 0, used0, used1) + i // 2) & 1
         T.barrier_wait(free[s * 2], phase ^ 1)
-        locate(entry, source, page, pages, begin + i * BLOCK, thread)
-        ask(Table, paged, entry, request, page, begin + (i + 1) * BLOCK, end, thread)
+        begin = turn[BEGIN] + i * BLOCK
+        locate(entry, source, page, pages, begin, thread)
+        ask(Table, paged, entry, turn[REQUEST], page, begin + BLOCK, turn[END], thread)
+        leave_gaps(Plan, spans_at, turn, source, heads, rows, begin, thread)
         flag(source, valid, holes, s, i + 1, thread)
         for r in T.unroll(4):
             for u in T.unroll(left // 64):

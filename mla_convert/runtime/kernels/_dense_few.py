@@ -354,8 +354,8 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str) -> Any:
                         producer, q_full, columns, rank, rope,
                     )  # fmt: skip
                     fetch(
-                        KV, Table, paged, entry, source, kv_rank, kv_rope, valid, holes, turn[REQUEST], page,
-                        T.truncdiv(tokens, page), turn[BEGIN], turn[END], producer, full, free, used0, used1,
+                        KV, Table, Plan, items + shares + 1, paged, entry, source, kv_rank, kv_rope, valid, holes,
+                        turn, page, T.truncdiv(tokens, page), heads, columns, producer, full, free, used0, used1,
                         left, rank, rope,
                     )  # fmt: skip
                     used0 = used0 + (turn[COUNT] + 1) // 2

@@ -89,8 +89,7 @@ def dense_mla(
 
     Returns:
         out [S, H, d_v] in q's dtype and the natural log-sum-exp [S, H] float32. A query that sees nothing gives 0
-        and -inf. Tokens that no query of the call sees may be NaN; with S·H up to 32, those in a gap between spans must
-        be finite.
+        and -inf. Tokens that no query of the call sees may be NaN.
 
     Raises:
         CannotError: A size, dtype or scale that the kernels do not take; ``unsupported`` says which.
