@@ -291,7 +291,7 @@ def test_a_launch_has_no_more_queries_than_a_grid(monkeypatch: pytest.MonkeyPatc
 
     launched: dict[str, list[int]] = {"target": [], "loss": []}
     monkeypatch.setattr(kernels, "_entry", lambda what, *_: lambda q, *_: launched[what].append(q.shape[0]))
-    monkeypatch.setattr(kernels, "list_lengths", lambda lists, *_: lists[:, 0])
+    monkeypatch.setattr(kernels, "listed_blocks", lambda lists, *_: (lists[:, 0], lists))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     count = 70_000
     index = [torch.zeros(shape, dtype=torch.bfloat16) for shape in ((count, 1, 8), (9, 8), (count, 1))]

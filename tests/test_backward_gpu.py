@@ -13,6 +13,7 @@ import os
 
 import pytest
 import torch
+from gapped_lists import gapped
 from test_kernels_gpu import sparse_case
 from torch import Tensor
 
@@ -139,6 +140,17 @@ class TestLists:
         indices[0, 64:128] = -1
         run(q, kv, indices, scale, deterministic=deterministic)
 
+    def test_blocks_without_a_valid_entry(self, heads: int, deterministic: bool, parts: int) -> None:
+        for entries in (64, 1000):
+            q, kv, _, scale = sparse_case(heads=heads, tokens=900)
+            indices = gapped(37, entries, 900)
+            options = {"deterministic": deterministic}
+            dq, _ = run(q, kv, indices, scale, **options)
+            assert not dq[5].any()
+            length = torch.randint(0, entries + 1, (37,), device="cuda", dtype=torch.int32)
+            run(q, kv, indices, scale, length=length, with_d_lse=True, **options)
+            run(q[3:4], kv, indices[3:4], scale, **options)
+
     def test_unlisted_rows_never_leak(self, heads: int, deterministic: bool, parts: int) -> None:
         q, kv, indices, scale = sparse_case(heads=heads, tokens=1000, invalid=0.3, queries=4)
         unlisted = torch.ones(1000, dtype=torch.bool, device="cuda")
@@ -218,6 +230,26 @@ def test_lists_too_long_or_tokens_too_many_to_share(monkeypatch: pytest.MonkeyPa
         with monkeypatch.context() as patch:
             patch.setattr(sparse_mla_backward, name, limit)
             run(*sparse_case())
+            q, kv, _, scale = sparse_case()
+            run(q, kv, gapped(37, 500, 3000), scale)
+
+
+@pytest.mark.parametrize("entries", [1, 64, 130, 2048, 2049, 9000])
+@pytest.mark.parametrize("limited", [False, True])
+def test_blocks_of_lists(entries: int, limited: bool) -> None:
+    from mla_convert.runtime.kernels.sparse_mla_backward import listed_blocks
+
+    indices = gapped(60, entries, 500)
+    limits = torch.randint(-1, entries + 99, (60,), device="cuda", dtype=torch.int32) if limited else None
+    lengths, blocks = listed_blocks(indices, limits, 500)
+    places = torch.arange(entries, device="cuda")
+    for row, listed in enumerate(indices):
+        valid = (listed >= 0) & (listed < 500)
+        if limits is not None:
+            valid &= places < limits[row]
+        want = (places[valid] // 64).unique()
+        assert int(blocks[row, 0]) == len(want) and torch.equal(blocks[row, 1 : 1 + len(want)].long(), want)
+        assert int(lengths[row]) == (int(places[valid][-1]) + 1 if valid.any() else 0)
 
 
 @pytest.mark.parametrize("tokens", [50, 3000, 200_000])
@@ -235,7 +267,8 @@ def test_union_of_lists(group: int, tokens: int) -> None:
     united = torch.full((count, width), -7, device=device, dtype=torch.int32)
     counts = torch.full((count, 4, width), 9, device=device, dtype=torch.uint16)
     found = torch.full((count,), -1, device=device, dtype=torch.int32)
-    launcher(unite_kernel())(indices, lengths, tokens, group, united, counts, found)
+    blocks = torch.full((count, 1 + width // 64), -1, device=device, dtype=torch.int32)
+    launcher(unite_kernel())(indices, lengths, tokens, group, united, counts, found, blocks)
     for row in range(count):
         chosen = [
             indices[q, : lengths[q]].long() for q in range(row * group, min((row + 1) * group, queries))
@@ -248,6 +281,7 @@ def test_union_of_lists(group: int, tokens: int) -> None:
         assert torch.equal(got.sort().values, want.sum(0).nonzero()[:, 0])
         assert torch.equal(counts[row, :, :length].long(), want[:, got])
         assert not counts[row, :, length : -(-length // 64) * 64].long().any()
+        assert blocks[row, : 1 - (-length // 64)].tolist() == [-(-length // 64), *range(-(-length // 64))]
 
 
 def test_float16() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gapped_lists import gapped
 from torch import Tensor
 
 from mla_convert.runtime.dispatch import available, resolve_backend
@@ -101,6 +102,20 @@ def test_every_size(heads: int, width: int, index_heads: int, index_dim: int) ->
     sizes = {"heads": heads, "width": width, "index_heads": index_heads, "index_dim": index_dim}
     check(case(**sizes), indices=lists(37, 700, 130))
     check(case(**sizes), ends=torch.arange(200, 237, device="cuda"))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("heads", [16, 64])
+def test_blocks_without_a_valid_entry(heads: int, deterministic: bool) -> None:
+    """With NaN where the logits will lie, of which those of the blocks that are skipped are read, too."""
+    inputs = case(heads=heads)
+    for entries in (64, 1000):
+        indices = gapped(37, entries, 700)
+        limits = torch.randint(0, entries + 1, (37,), device="cuda")
+        for length in (None, limits):
+            blocks = [torch.full(indices.shape, NAN, device="cuda") for _ in range(6)]
+            del blocks
+            check(inputs, indices=indices, topk_length=length, deterministic=deterministic)
 
 
 def test_limits_int64_and_means() -> None:

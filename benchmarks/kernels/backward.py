@@ -50,6 +50,8 @@ def cases() -> Iterator[Case]:
         yield sparse(f"{heads} heads, causal lists", heads=heads, causal=True)
         yield sparse(f"{heads} heads, top-k 512", heads=heads, topk=512)
     yield sparse("64 heads, 512 queries", heads=64, queries=512)
+    yield sparse("64 heads, top-k 1024", heads=64, topk=1024)
+    yield sparse("64 heads, top-k 1024 in every second block of 64", heads=64, topk=1024, spread=True)
     for selected, deterministic in ((True, False), (True, True), (False, False)):
         over = f"top-k {TOPK}" if selected else f"all keys of {LOSS_QUERIES}, causal"
         name = f"indexer loss with gradients, {over}" + (", deterministic" if deterministic else "")
@@ -78,8 +80,15 @@ def torch_backward(
 
 
 def sparse_row(
-    *, heads: int, queries: int = QUERIES, topk: int = TOPK, causal: bool = False, deterministic: bool = False
+    *,
+    heads: int,
+    queries: int = QUERIES,
+    topk: int = TOPK,
+    causal: bool = False,
+    deterministic: bool = False,
+    spread: bool = False,
 ) -> Measurement:
+    """``spread``: the lists are twice as long, and every second block of 64 entries holds no valid one."""
     from mla_convert.runtime import backward, reference
     from mla_convert.runtime.kernels.sparse_mla import sparse_mla
     from mla_convert.runtime.kernels.sparse_mla_backward import sparse_mla_backward
@@ -87,6 +96,9 @@ def sparse_row(
     q = torch.randn(queries, heads, WIDTH, dtype=torch.bfloat16, device="cuda")
     kv = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, device="cuda")
     indices = lists(queries, topk, causal)
+    if spread:
+        listed = indices.view(queries, -1, 1, 64)
+        indices = torch.cat((torch.full_like(listed, -1), listed), dim=2).view(queries, 2 * topk)
     out, lse = sparse_mla(q, kv, indices, SCALE, d_v=RANK)
     d_out = torch.randn_like(out)
 

@@ -1,6 +1,7 @@
 """The main program of ``indexer_loss``: the indexer's distribution over listed keys, the loss, and the gradients.
 
-A thread block has a query, and walks its list twice, with keys on the M side (64 a step) and heads on the N side. The
+A thread block has a query, and walks the blocks of its list that hold a valid entry
+(``_sparse_mla_backward_rows.blocks_of``) twice, with keys on the M side (64 a step) and heads on the N side. The
 first warpgroup computes scores: in the first walk it leaves the logits in memory, whose softmax is then known; in the
 second it turns scores above 0 into their gradients, dS = dlogits * weight, and adds up dQ^T += K^T dS. The second
 warpgroup gathers the rows of keys, some blocks ahead, and computes dK = dS Q, which it adds to the listed keys' rows
@@ -51,7 +52,7 @@ def loss_and_gradients(columns: int, width: int, dtype: str, slots: bool) -> Any
 
     ``Target`` need not be normalised. ``wanted`` 0 leaves the gradients out.
     """
-    queries, tokens, heads, entries, rows = T.dynamic("queries, tokens, heads, entries, rows")
+    queries, tokens, heads, entries, blocks, rows = T.dynamic("queries, tokens, heads, entries, blocks, rows")
     held = columns // 4  # columns of a thread
     halves = width // 64
     warps = THREADS // 32
@@ -59,7 +60,7 @@ def loss_and_gradients(columns: int, width: int, dtype: str, slots: bool) -> Any
 
     @T.macro
     def gather(
-        K, Indices, index, k_sh, listed, full, free, step, block, row, length, entries, tokens, thread
+        K, Indices, index, k_sh, listed, full, free, step, begin, row, length, entries, tokens, thread
     ):
         """Copy the rows of a block; one that is not valid becomes zeros, and is listed as -1."""
         s = step % STAGES
@@ -69,7 +70,7 @@ def loss_and_gradients(columns: int, width: int, dtype: str, slots: bool) -> Any
             ok = (index[r] >= 0) & (index[r] < tokens)
             if thread % 8 == 0:
                 if slots:
-                    listed[step % (2 * STAGES), j] = T.if_then_else(ok, row * entries + block * BLOCK + j, -1)
+                    listed[step % (2 * STAGES), j] = T.if_then_else(ok, row * entries + begin + j, -1)
                 else:
                     listed[step % (2 * STAGES), j] = T.if_then_else(ok, index[r], -1)
             for u in T.unroll(halves):
@@ -83,12 +84,12 @@ def loss_and_gradients(columns: int, width: int, dtype: str, slots: bool) -> Any
         T.barrier_arrive(full[s])  # in release order, for what is listed
 
     @T.macro
-    def fetch(Indices, index, row, block, length, thread):
+    def fetch(Indices, index, row, begin, length, thread):
         """The entries of a block whose rows this thread helps to copy: eight threads a row."""
         for r in T.unroll(4):
             index[r] = -1
-            if block * BLOCK + r * 16 + thread // 8 < length:
-                index[r] = Indices[row, block * BLOCK + r * 16 + thread // 8]
+            if begin + r * 16 + thread // 8 < length:
+                index[r] = Indices[row, begin + r * 16 + thread // 8]
 
     @T.macro
     def multiply(k_sh, q_sh, full, step, score):
@@ -141,6 +142,7 @@ def loss_and_gradients(columns: int, width: int, dtype: str, slots: bool) -> Any
         Weights: T.Tensor([queries, heads], "float32"),
         Indices: T.Tensor([queries, entries], "int32"),
         Lengths: T.Tensor([queries], "int32"),
+        Blocks: T.Tensor([queries, blocks], "int32"),
         Target: T.Tensor([queries, entries], "float32"),
         wanted: T.int32,
         Logits: T.Tensor([queries, entries], "float32"),
@@ -176,6 +178,9 @@ def loss_and_gradients(columns: int, width: int, dtype: str, slots: bool) -> Any
             d_logits = T.alloc_local([2], "float32")
             length = T.alloc_var("int32")
             count = T.alloc_var("int32")
+            begin = T.alloc_var("int32")
+            behind = T.alloc_var("int32")
+            following = T.alloc_var("int32")
             steps = T.alloc_var("int32")
             top = T.alloc_var("float32")
             share = T.alloc_var("float32")
@@ -188,7 +193,7 @@ def loss_and_gradients(columns: int, width: int, dtype: str, slots: bool) -> Any
 
             thread = T.get_thread_binding()
             length = Lengths[row]
-            count = T.ceildiv(length, BLOCK)
+            count = Blocks[row, 0]
             steps = count * (1 + wanted)
             if thread < THREADS:
                 T.set_max_nreg(168, 1)
@@ -199,7 +204,11 @@ def loss_and_gradients(columns: int, width: int, dtype: str, slots: bool) -> Any
                     dw[c] = 0.0
                 T.barrier_wait(q_full[0], 0)
                 top = LOWEST
+                behind = 0
+                following = Blocks[row, 1]
                 for i in T.serial(count):
+                    begin = following * BLOCK
+                    following = Blocks[row, T.min(2 + i, count)]
                     multiply(k_sh, q_sh, full, i, score)
                     T.call_extern(
                         "handle",
@@ -212,8 +221,12 @@ def loss_and_gradients(columns: int, width: int, dtype: str, slots: bool) -> Any
                         sums[0] = -T.infinity("float32")
                     T.barrier_arrive(free[i % STAGES])
                     top = T.max(top, sums[0])
-                    if (thread % 4 < 2) & (i * BLOCK + place + thread % 2 * 8 < length):
-                        Logits[row, i * BLOCK + place + thread % 2 * 8] = sums[0]
+                    if (thread % 4 < 2) & (begin + place + thread % 2 * 8 < length):
+                        Logits[row, begin + place + thread % 2 * 8] = sums[0]
+                    for e in T.serial(T.ceildiv(begin - behind, THREADS)):  # blocks without a valid entry
+                        if behind + e * THREADS + thread < begin:
+                            Logits[row, behind + e * THREADS + thread] = -T.infinity("float32")
+                    behind = begin + BLOCK
 
                 # The softmax of the logits, and the loss with the target's sum Z: sum t / Z (log(t / Z) - log p).
                 for b in T.unroll(5):
@@ -248,13 +261,16 @@ def loss_and_gradients(columns: int, width: int, dtype: str, slots: bool) -> Any
 
                 if wanted != 0:
                     T.fill(dq, 0)
+                    following = Blocks[row, 1]
                     for i in T.serial(count):
+                        begin = following * BLOCK
+                        following = Blocks[row, T.min(2 + i, count)]
                         for r in T.unroll(2):
                             logits[r] = -T.infinity("float32")
                             targets[r] = 0.0
-                            if i * BLOCK + place + r * 8 < length:
-                                logits[r] = Logits[row, i * BLOCK + place + r * 8]
-                                targets[r] = Target[row, i * BLOCK + place + r * 8]
+                            if begin + place + r * 8 < length:
+                                logits[r] = Logits[row, begin + place + r * 8]
+                                targets[r] = Target[row, begin + place + r * 8]
                         multiply(k_sh, q_sh, full, count + i, score)
                         for r in T.unroll(2):
                             d_logits[r] = T.exp2((logits[r] - top) * LOG2E) * norm - targets[r] * share
@@ -308,7 +324,15 @@ def loss_and_gradients(columns: int, width: int, dtype: str, slots: bool) -> Any
             else:
                 T.set_max_nreg(88, 0)
                 other = thread - THREADS
-                fetch(Indices, index, row, 0, length, other)
+                # As if the first block held a valid entry, as most do: so nothing here waits for another load.
+                fetch(Indices, index, row, 0, entries, other)
+                begin = Blocks[row, 1] * BLOCK
+                following = Blocks[row, T.min(T.max(count, 1), 2)] * BLOCK
+                if begin > 0:
+                    fetch(Indices, index, row, begin, length, other)
+                for r in T.unroll(4):
+                    if begin + r * 16 + other // 8 >= length:
+                        index[r] = -1
                 for r in T.unroll(T.ceildiv(columns, 16)):
                     h = r * 16 + other // 8
                     for u in T.unroll(halves):
@@ -322,7 +346,6 @@ def loss_and_gradients(columns: int, width: int, dtype: str, slots: bool) -> Any
                 T.barrier_wait(q_full[0], 0)
                 for step in T.serial(steps + AHEAD):
                     if step < steps:
-                        block = T.if_then_else(step < count, step, step - count)
                         gather(
                             K,
                             Indices,
@@ -332,7 +355,7 @@ def loss_and_gradients(columns: int, width: int, dtype: str, slots: bool) -> Any
                             full,
                             free,
                             step,
-                            block,
+                            begin,
                             row,
                             length,
                             entries,
@@ -343,10 +366,13 @@ def loss_and_gradients(columns: int, width: int, dtype: str, slots: bool) -> Any
                             Indices,
                             index,
                             row,
-                            T.if_then_else(block + 1 < count, block + 1, 0),
+                            following,
                             length,
                             other,
                         )
+                        begin = following
+                        place = T.if_then_else(step + 2 < count, step + 2, T.min(step + 2 - count, count - 1))
+                        following = Blocks[row, 1 + place] * BLOCK
                     if step >= count + AHEAD:
                         i = step - AHEAD - count
                         T.barrier_wait(ds_full[i % 2], (i // 2) & 1)

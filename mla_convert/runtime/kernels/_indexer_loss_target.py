@@ -1,7 +1,8 @@
 """A program of ``indexer_loss``: the main attention's probabilities of listed keys, summed over up to 64 heads.
 
 A thread block has a query and a tile of heads. Keys are the M side of the product (64 a step) and heads the N side.
-A producer warpgroup gathers the listed rows into two buffers, and two consumers take alternate blocks. Where the
+A producer warpgroup gathers the listed rows into two buffers, block by block of those that hold a valid entry
+(``_sparse_mla_backward_rows.blocks_of``), and two consumers take alternate blocks. Where the
 log-sum-exp of the scores is not given, the list is walked twice: first every thread keeps a maximum and a sum for
 each of its columns, which are merged at the end.
 
@@ -78,9 +79,11 @@ static __device__ __forceinline__ void sum_probabilities(
 def target(columns: int, width: int, dtype: str) -> Any:
     """Target[tile, s, j]: the sum, over the tile's ``columns`` heads, of the probability of entry j of list s.
 
-    0 where the entry is not valid; what lies behind ``Lengths`` is left as it is.
+    0 where the entry is not valid; what lies behind ``Lengths`` or in a block without a valid entry is left as it is.
     """
-    queries, tokens, heads, entries, tiles = T.dynamic("queries, tokens, heads, entries, tiles")
+    queries, tokens, heads, entries, blocks, tiles = T.dynamic(
+        "queries, tokens, heads, entries, blocks, tiles"
+    )
     held = columns // 4  # columns of a thread
 
     @T.macro
@@ -93,8 +96,8 @@ def target(columns: int, width: int, dtype: str) -> Any:
 
     @T.macro
     def consume(
-        g, t, Indices, Lse, Target, q_sh, k_sh, peak_sh, total_sh, q_full, full, free, score, tile, row, length,
-        scale2, has_lse, heads, tokens,
+        g, t, Indices, Blocks, Lse, Target, q_sh, k_sh, peak_sh, total_sh, q_full, full, free, score, tile, row,
+        length, count, scale2, has_lse, heads, tokens,
     ):  # fmt: skip
         lse2 = T.alloc_local([held], "float32")
         peak = T.alloc_local([held], "float32")
@@ -102,8 +105,9 @@ def target(columns: int, width: int, dtype: str) -> Any:
         sum_ = T.alloc_local([1], "float32")
         low = T.alloc_var("int32")
         high = T.alloc_var("int32")
+        number = T.alloc_var("int32")
         used = T.alloc_var("int32")
-        mine = T.ceildiv(T.ceildiv(length, BLOCK) - g, 2)  # blocks of this consumer
+        mine = T.ceildiv(count - g, 2)  # blocks of this consumer
         place = t // 32 * 16 + t % 32 // 4  # this thread's upper row; the lower is 8 behind
         used = 0
         T.barrier_wait(q_full, 0)
@@ -111,8 +115,10 @@ def target(columns: int, width: int, dtype: str) -> Any:
             for c in T.unroll(held):
                 peak[c] = LOWEST
                 total[c] = 0.0
+            number = Blocks[row, T.min(1 + g, count)]
             for i in T.serial(mine):
-                entry = (2 * i + g) * BLOCK + place
+                entry = number * BLOCK + place
+                number = Blocks[row, T.min(3 + 2 * i + g, count)]
                 low = -1
                 high = -1
                 if entry < length:
@@ -162,8 +168,10 @@ def target(columns: int, width: int, dtype: str) -> Any:
         for c in T.unroll(held):
             if tile * columns + c // 2 * 8 + t % 4 * 2 + c % 2 >= heads:
                 lse2[c] = NOTHING
+        number = Blocks[row, T.min(1 + g, count)]
         for i in T.serial(mine):
-            entry = (2 * i + g) * BLOCK + place + t % 2 * 8
+            entry = number * BLOCK + place + t % 2 * 8
+            number = Blocks[row, T.min(3 + 2 * i + g, count)]
             low = -1
             if entry < length:
                 low = Indices[row, entry]
@@ -185,6 +193,7 @@ def target(columns: int, width: int, dtype: str) -> Any:
         KV: T.Tensor([tokens, width], dtype),
         Indices: T.Tensor([queries, entries], "int32"),
         Lengths: T.Tensor([queries], "int32"),
+        Blocks: T.Tensor([queries, blocks], "int32"),
         Lse: T.Tensor([queries, heads], "float32"),
         has_lse: T.int32,
         scale: T.float32,
@@ -204,24 +213,25 @@ def target(columns: int, width: int, dtype: str) -> Any:
             index = T.alloc_local([4], "int32")
             length = T.alloc_var("int32")
             count = T.alloc_var("int32")
+            begin = T.alloc_var("int32")
             q_full = T.alloc_barrier([128])
             full = T.alloc_barrier([128, 128])
             free = T.alloc_barrier([128, 128])
 
             length = Lengths[row]
-            count = T.ceildiv(length, BLOCK)
+            count = Blocks[row, 0]
             thread = T.get_thread_binding()
             if thread < 128:
                 T.set_max_nreg(216, 1)
                 consume(
-                    0, thread, Indices, Lse, Target, q_sh, k_sh, peak_sh, total_sh, q_full, full, free, score0,
-                    tile, row, length, scale * LOG2E, has_lse, heads, tokens,
+                    0, thread, Indices, Blocks, Lse, Target, q_sh, k_sh, peak_sh, total_sh, q_full, full, free, score0,
+                    tile, row, length, count, scale * LOG2E, has_lse, heads, tokens,
                 )  # fmt: skip
             elif thread < 256:
                 T.set_max_nreg(216, 1)
                 consume(
-                    1, thread - 128, Indices, Lse, Target, q_sh, k_sh, peak_sh, total_sh, q_full, full, free,
-                    score1, tile, row, length, scale * LOG2E, has_lse, heads, tokens,
+                    1, thread - 128, Indices, Blocks, Lse, Target, q_sh, k_sh, peak_sh, total_sh, q_full, full, free,
+                    score1, tile, row, length, count, scale * LOG2E, has_lse, heads, tokens,
                 )  # fmt: skip
             else:
                 T.set_max_nreg(72, 0)
@@ -241,11 +251,13 @@ def target(columns: int, width: int, dtype: str) -> Any:
                             )
                 T.cp_async_barrier_noinc(q_full[0])
                 for walk in T.serial(2 - has_lse):
+                    begin = Blocks[row, 1] * BLOCK
                     for b in T.serial(count):
                         for r in T.unroll(4):
                             index[r] = -1
-                            if b * BLOCK + r * 16 + producer // 8 < length:
-                                index[r] = Indices[row, b * BLOCK + r * 16 + producer // 8]
+                            if begin + r * 16 + producer // 8 < length:
+                                index[r] = Indices[row, begin + r * 16 + producer // 8]
+                        begin = Blocks[row, 1 + T.min(b + 1, count - 1)] * BLOCK
                         use = b // 2 + walk * ((count - b % 2 + 1) // 2)
                         T.barrier_wait(free[b % 2], (use & 1) ^ 1)
                         for r in T.unroll(4):

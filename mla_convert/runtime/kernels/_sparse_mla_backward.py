@@ -14,6 +14,8 @@ alone before those of the second: the next block arrives, and its S and dP run, 
 A multiprocessor starts additions and exchanges between lanes in one order, so the exchanges of a chunk, which make its
 additions whole lines, stand between the last additions of the chunk before, not behind them.
 
+Blocks of a list without a valid entry are not walked: ``_sparse_mla_backward_rows.blocks_of`` finds the others.
+
 With ``slots``, rows of dKV are stored, one for each entry of a list and tile of heads, instead of being added to
 the tokens' rows; ``_sparse_mla_backward_rows.sum_slots`` sums those in a fixed order. With ``split``, several thread
 blocks share a list, and ``sum_parts`` sums their float32 parts of dQ.
@@ -34,6 +36,7 @@ from mla_convert.runtime.kernels._sparse_mla import BLOCK
 from mla_convert.runtime.kernels._sparse_mla_backward_cuda import SOURCE
 from mla_convert.runtime.kernels._sparse_mla_backward_rows import GROUP, NOTHING, slot_dtype
 
+BEHIND = 1 << 30  # no list is as long
 AHEAD = 5  # additions of eight, before the following chunk's product is waited for
 
 
@@ -43,8 +46,8 @@ def backward(rank: int, rope: int, dtype: str, slots: bool, split: bool) -> Any:
     left = min(-(-width // 128) * 64, rank - 64)
     right = rank - left
     first_left = min(left, 256)  # what one instruction takes
-    lists, rows, tokens, entries, counted, dq_rows, dkv_rows = T.dynamic(
-        "lists, rows, tokens, entries, counted, dq_rows, dkv_rows"
+    lists, rows, tokens, entries, blocks, counted, dq_rows, dkv_rows = T.dynamic(
+        "lists, rows, tokens, entries, blocks, counted, dq_rows, dkv_rows"
     )
 
     def call(function: str, *arguments):
@@ -61,6 +64,10 @@ def backward(rank: int, rope: int, dtype: str, slots: bool, split: bool) -> Any:
 
     def fetch(Indices, row, begin, end):
         return T.call_extern("int32", "mla_fetch", T.access_ptr(Indices[row, 0], "r", BLOCK), begin, end)
+
+    def begin_of(Blocks, row, at, i, count):
+        """Where block i of a part's begins, of those that hold a valid entry; behind every list if there is none."""
+        return T.if_then_else(i < count, Blocks[row, at + i] * BLOCK, BEHIND)
 
     def copy_panels(KV, column, to, to_column, panels, entry, tokens):
         call(
@@ -182,6 +189,7 @@ def backward(rank: int, rope: int, dtype: str, slots: bool, split: bool) -> Any:
         KV: T.Tensor([tokens, width], dtype),
         Indices: T.Tensor([lists, entries], "int32"),
         Lengths: T.Tensor([lists], "int32"),
+        Blocks: T.Tensor([lists, blocks], "int32"),
         Counts: T.Tensor([counted, GROUP, entries], "uint16"),
         query_rows: T.int32,
         list_rows: T.int32,
@@ -235,6 +243,7 @@ def backward(rank: int, rope: int, dtype: str, slots: bool, split: bool) -> Any:
             listed = T.alloc_var("int32")
             first = T.alloc_var("int32")
             existing = T.alloc_var("int32")
+            at = T.alloc_var("int32")
             begin = T.alloc_var("int32")
             end = T.alloc_var("int32")
             slot = T.alloc_var("int32")
@@ -251,19 +260,33 @@ def backward(rank: int, rope: int, dtype: str, slots: bool, split: bool) -> Any:
             listed = block // parts // tiles
             first = listed * list_rows + block // parts % tiles * 64
             existing = T.min(list_rows - block // parts % tiles * 64, rows - first)
+            # All that the first copies wait for is asked for at once, and as if the first block held a valid entry.
+            entry = fetch(Indices, listed, 0, entries)
+            begin = Blocks[listed, 1]
             end = Lengths[listed]
-            count = T.ceildiv(T.ceildiv(end, BLOCK), parts)  # blocks of a part
-            begin = T.min(block % parts * count * BLOCK, end)
-            end = T.min(begin + count * BLOCK, end)
-            count = T.ceildiv(end - begin, BLOCK)
-            slot = (listed * entries + begin) * tiles + block // parts % tiles
+            at = Blocks[listed, 0]
+            count = T.ceildiv(at, parts)  # blocks of a part
+            count = T.max(T.min(at - block % parts * count, count), 0)
+            at = 1 + block % parts * T.ceildiv(at, parts)
+            slot = listed * entries * tiles + block // parts % tiles
             if thread < 128:
-                entry = fetch(Indices, listed, begin, end)
+                if block % parts > 0:
+                    begin = Blocks[listed, at]
+                begin = T.if_then_else(count > 0, begin * BLOCK, BEHIND)
+                entry = T.call_extern(
+                    "int32",
+                    "mla_fetch_first",
+                    T.access_ptr(Indices[listed, 0], "r", BLOCK),
+                    entry,
+                    begin,
+                    end,
+                )
                 if count > 0:
                     gather(
-                        KV, entry, kv_rank, kv_rope, target, 0, tokens, slot, tiles, Counts, query_rows, listed, begin,
-                        end, times, full, kv_free,
+                        KV, entry, kv_rank, kv_rope, target, 0, tokens, slot + begin * tiles, tiles, Counts, query_rows,
+                        listed, begin, end, times, full, kv_free,
                     )  # fmt: skip
+                begin = begin_of(Blocks, listed, at, 1, count)
                 load(Q, first, existing, 0, q_rank, rank)
                 if rope > 0:
                     load(Q, first, existing, rank, q_rope, rope)
@@ -315,15 +338,16 @@ def backward(rank: int, rope: int, dtype: str, slots: bool, split: bool) -> Any:
                     T.wgmma_gemm(ds, kv_rank[:, :first_left], dq0)
                     if left > first_left:
                         T.wgmma_gemm(ds, kv_rank[:, first_left:left], dq1)
-                    entry = fetch(Indices, listed, begin + (i + 1) * BLOCK, end)
+                    entry = fetch(Indices, listed, begin, end)
                     T.wait_wgmma(0)
                     T.barrier_arrive(kv_free[0])
                     T.sync_threads(8, 128)  # every warp's product with the left columns has ended
                     if i + 1 < count:
                         gather(
-                            KV, entry, kv_rank, kv_rope, target, i + 1, tokens, slot + (i + 1) * BLOCK * tiles, tiles,
-                            Counts, query_rows, listed, begin + (i + 1) * BLOCK, end, times, full, kv_free,
+                            KV, entry, kv_rank, kv_rope, target, i + 1, tokens, slot + begin * tiles, tiles, Counts,
+                            query_rows, listed, begin, end, times, full, kv_free,
                         )  # fmt: skip
+                    begin = begin_of(Blocks, listed, at, i + 2, count)
                 first = first + block % parts * rows
                 store(DQ, first, existing, dq0, 0, first_left)
                 if left > first_left:

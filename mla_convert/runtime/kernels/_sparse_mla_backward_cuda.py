@@ -33,6 +33,12 @@ __device__ __forceinline__ int mla_fetch(const int* list, int begin, int end) {
   return begin + mla_row() < end ? list[begin + mla_row()] : -1;
 }
 
+// The same of the first block that is walked, where entry is that of the list's first block: most lists begin with it.
+__device__ __forceinline__ int mla_fetch_first(const int* list, int entry, int begin, int end) {
+  if (begin != 0) return mla_fetch(list, begin, end);
+  return mla_row() < end ? entry : -1;
+}
+
 // Where the gradient of each row goes: to its token's row or, from slot on if that is not negative, one of its own.
 __device__ __forceinline__ void mla_targets(int* target, int entry, int tokens, int slot, int tiles) {
   const bool valid = entry >= 0 && entry < tokens;

@@ -184,8 +184,9 @@ __device__ __forceinline__ int mla_block_sum_before(int mine, int* total, int* w
 
 // The tokens that some of the lists name, in their order, and how often each list names each.
 __device__ __forceinline__ void mla_union(
-    int* tokens_out, unsigned short* counts_out, int* length_out, const int* lists, const int* lengths, int queries,
-    int entries, int stride, int tokens, unsigned* seen, unsigned* before, unsigned* counts, int* warps) {
+    int* tokens_out, unsigned short* counts_out, int* length_out, int* blocks_out, const int* lists,
+    const int* lengths, int queries, int entries, int stride, int tokens, unsigned* seen, unsigned* before,
+    unsigned* counts, int* warps) {
   const int words = (tokens + 31) / 32, listed = queries * entries;
   for (int i = threadIdx.x; i < words; i += blockDim.x) seen[i] = 0;
   for (int i = threadIdx.x; i < 2 * listed; i += blockDim.x) counts[i] = 0;
@@ -227,14 +228,18 @@ __device__ __forceinline__ void mla_union(
       counts_out[query * (long long)stride + i] = count & 0xffff;
     }
   }
+  for (int i = threadIdx.x; i <= (total + 63) / 64; i += blockDim.x) blocks_out[i] = i ? i - 1 : (total + 63) / 64;
   if (threadIdx.x == 0) *length_out = total;
 }
 """
 
 
 def unite() -> Any:
-    """One list for each ``group`` queries: the tokens that some of theirs name, and how often each query names each."""
-    queries, entries, lists, united = T.dynamic("queries, entries, lists, united")
+    """One list for each ``group`` queries: the tokens that some of theirs name, and how often each query names each.
+
+    Entries that are not valid are not in it, so ``Blocks``, as ``blocks_of`` finds them, are all that there are.
+    """
+    queries, entries, lists, united, blocks = T.dynamic("queries, entries, lists, united, blocks")
 
     @T.prim_func
     def sparse_mla_backward_unite(
@@ -245,6 +250,7 @@ def unite() -> Any:
         Tokens: T.Tensor([lists, united], "int32"),
         Counts: T.Tensor([lists, GROUP, united], "uint16"),
         UnitedLengths: T.Tensor([lists], "int32"),
+        Blocks: T.Tensor([lists, blocks], "int32"),
     ):
         with T.Kernel(lists, threads=UNION_THREADS) as row:
             T.import_source(UNION)
@@ -259,6 +265,7 @@ def unite() -> Any:
                     T.access_ptr(Tokens[row, 0], "w", united),
                     T.access_ptr(Counts[row, 0, 0], "w", GROUP * united),
                     T.access_ptr(UnitedLengths[row], "w", 1),
+                    T.access_ptr(Blocks[row, 0], "w", blocks),
                     T.access_ptr(Indices[row * group, 0], "r", entries),
                     T.access_ptr(Lengths[row * group], "r", 1),
                     T.min(group, queries - row * group),
@@ -273,3 +280,89 @@ def unite() -> Any:
             )
 
     return sparse_mla_backward_unite
+
+
+FIND_THREADS = 256
+
+FIND = """
+// The numbers of the blocks of 64 entries that hold a valid one, behind how many those are, and where the list ends.
+// A warp looks at four blocks at a time: found has a word for each of 8 warps, twice, for the turn before.
+__device__ __forceinline__ void mla_find_blocks(
+    int* blocks, int* length, const int* list, int limit, int tokens, unsigned* found, int* ends) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int count = 0, end = 0;
+  for (int turn = 0; turn * 2048 < limit; ++turn) {
+    const int first = turn * 2048 + warp * 256 + lane;
+    int entry[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) entry[i] = first + i * 32 < limit ? list[first + i * 32] : -1;
+    unsigned mine = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const unsigned valid = __ballot_sync(0xffffffffu, entry[i] >= 0 && entry[i] < tokens);
+      if (valid) {
+        mine |= 1u << i / 2;
+        end = first - lane + i * 32 + 32 - __clz(valid);
+      }
+    }
+    unsigned* words = found + turn % 2 * 8;
+    if (lane == 0) words[warp] = mine;
+    __syncthreads();
+    unsigned all = 0;
+#pragma unroll
+    for (int w = 0; w < 8; ++w) all |= words[w] << w * 4;
+    if (warp == 0 && all >> lane & 1) blocks[1 + count + __popc(all & ((1u << lane) - 1))] = turn * 32 + lane;
+    count += __popc(all);
+  }
+  if (lane == 0) ends[warp] = end;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    for (int w = 0; w < 8; ++w) end = max(end, ends[w]);
+    blocks[0] = count;
+    if (count == 0) blocks[1] = 0;
+    *length = end;
+  }
+}
+"""
+
+
+def blocks_of() -> Any:
+    """``Blocks[s]``: of list s, how many blocks of 64 entries hold a valid one, and then their numbers.
+
+    Kernels walk these alone; where there are none, there is one number, 0. What lies behind is left as it is.
+    ``Lengths[s]`` is 1 + the position of the last valid entry, or 0.
+    """
+    lists, entries, blocks = T.dynamic("lists, entries, blocks")
+
+    @T.prim_func
+    def sparse_mla_blocks(
+        Indices: T.Tensor([lists, entries], "int32"),
+        Limits: T.Tensor([lists], "int32"),
+        tokens: T.int32,
+        use_limits: T.int32,
+        Lengths: T.Tensor([lists], "int32"),
+        Blocks: T.Tensor([lists, blocks], "int32"),
+    ):
+        with T.Kernel(lists, threads=FIND_THREADS) as row:
+            T.import_source(FIND)
+            found = T.alloc_shared([16], "uint32", scope="shared")
+            ends = T.alloc_shared([8], "int32", scope="shared")
+            limit = T.alloc_var("int32")
+            limit = entries
+            if use_limits != 0:
+                limit = T.min(limit, Limits[row])
+            T.evaluate(
+                T.call_extern(
+                    "handle",
+                    "mla_find_blocks",
+                    T.access_ptr(Blocks[row, 0], "w", blocks),
+                    T.access_ptr(Lengths[row], "w", 1),
+                    T.access_ptr(Indices[row, 0], "r", entries),
+                    limit,
+                    tokens,
+                    T.access_ptr(found[0], "rw", 16),
+                    T.access_ptr(ends[0], "rw", 8),
+                )
+            )
+
+    return sparse_mla_blocks

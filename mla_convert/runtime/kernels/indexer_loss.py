@@ -20,8 +20,7 @@ from mla_convert.runtime.indexer_loss import MainAttention, Results
 from mla_convert.runtime.kernels._common import DTYPES, as_int32, compiled, launchable, launcher
 from mla_convert.runtime.kernels._indexer_loss import loss_and_gradients as loss_program
 from mla_convert.runtime.kernels._indexer_loss_target import target as target_program
-from mla_convert.runtime.kernels.sparse_mla import list_lengths
-from mla_convert.runtime.kernels.sparse_mla_backward import entry_order, sum_kernel
+from mla_convert.runtime.kernels.sparse_mla_backward import entry_order, listed_blocks, sum_kernel
 
 MAX_INDEX_HEADS = 64
 MAX_INDEX_DIM = 128
@@ -96,18 +95,18 @@ def loss_and_gradients(
         for first in range(0, queries if tokens and entries else 0, step):
             rows = slice(first, min(first + step, queries))
             listed_SK, limits_S = lists(rows)
-            lengths_S = list_lengths(listed_SK, limits_S, tokens)
+            lengths_S, blocks = listed_blocks(listed_SK, limits_S, tokens)
             counted += (lengths_S > 0).sum()
             parts = torch.zeros(tiles, *listed_SK.shape, dtype=torch.float32, device=device)
             targets(
-                q_SHE[rows], kv_TE, listed_SK, lengths_S, lse_SH[rows], int(has_lse), attention.scale, parts
-            )
+                q_SHE[rows], kv_TE, listed_SK, lengths_S, blocks, lse_SH[rows], int(has_lse), attention.scale, parts
+            )  # fmt: skip
             target_SK = parts[0] if tiles == 1 else parts.sum(0)
             if attention.sum_over_ranks is not None:
                 target_SK = launchable(attention.sum_over_ranks(target_SK))
             dk = torch.empty(listed_SK.numel(), width, dtype=torch.float32, device=device) if slots else dk_TJ
             losses(
-                q_SIJ[rows], k_TJ, weights_SI[rows], listed_SK, lengths_S, target_SK, int(wanted),
+                q_SIJ[rows], k_TJ, weights_SI[rows], listed_SK, lengths_S, blocks, target_SK, int(wanted),
                 torch.empty_like(target_SK), loss_S[rows], dq_SIJ[rows], dw_SI[rows], dk,
             )  # fmt: skip
             if slots:

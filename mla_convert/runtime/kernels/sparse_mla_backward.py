@@ -30,6 +30,7 @@ from mla_convert.runtime.kernels._sparse_mla_backward_rows import (
     GROUP,
     UNION_ENTRIES,
     UNION_TOKENS,
+    blocks_of,
     prepare,
     slot_dtype,
     sum_parts,
@@ -135,17 +136,19 @@ class _RowTerms:
 
 @dataclass(frozen=True, slots=True)
 class _Lists:
-    """Lists int32 [L, K] of ``group`` queries each, their lengths int32 [L], and how often each query of a list names
-    each entry, uint16 [L, GROUP, K] (of no meaning where ``group`` is 1)."""
+    """Lists int32 [L, K] of ``group`` queries each, their lengths int32 [L], their blocks with valid entries as
+    ``listed_blocks`` gives them, and how often each query of a list names each entry, uint16 [L, GROUP, K] (of no
+    meaning where ``group`` is 1)."""
 
     indices: Tensor
     lengths: Tensor
+    blocks: Tensor
     counts: Tensor
     group: int
 
     def __getitem__(self, some: slice) -> _Lists:
         counts = self.counts[some] if self.group > 1 else self.counts
-        return _Lists(self.indices[some], self.lengths[some], counts, self.group)
+        return _Lists(self.indices[some], self.lengths[some], self.blocks[some], counts, self.group)
 
 
 def _row_terms(
@@ -271,8 +274,8 @@ def _products(
     if parts > 1:
         part = torch.empty(len(dq) * parts, width, dtype=torch.float32, device=dq.device)
     _entry("main", rank, width - rank, q.dtype, slots, parts > 1)(
-        q, kv_TE, lists.indices, lists.lengths, lists.counts, query_rows, heads * lists.group, parts, d_out,
-        terms.lse2_SH.flatten(), terms.share_SH.flatten(), terms.offset_SH.flatten(), scale, part, dkv,
+        q, kv_TE, lists.indices, lists.lengths, lists.blocks, lists.counts, query_rows, heads * lists.group, parts,
+        d_out, terms.lse2_SH.flatten(), terms.share_SH.flatten(), terms.offset_SH.flatten(), scale, part, dkv,
     )  # fmt: skip
     if parts > 1:
         _entry("parts", width, q.dtype)(part, parts, dq)
@@ -281,20 +284,40 @@ def _products(
 def _shared_lists(indices_SK: Tensor, limits_S: Tensor | None, heads: int, tokens: int) -> _Lists:
     """As many queries on a list as fill a tile of 64 heads, up to ``GROUP``: what they all list is added once."""
     (queries, entries), device = indices_SK.shape, indices_SK.device
-    lengths_S = list_lengths(indices_SK, limits_S, tokens)
     group = min(most_sharing(heads), queries, UNION_ENTRIES // entries)
     if group < 2 or tokens > UNION_TOKENS:
         nothing = torch.empty(1, GROUP, entries, dtype=torch.uint16, device=device)
-        return _Lists(indices_SK, lengths_S, nothing, 1)
+        return _Lists(indices_SK, *listed_blocks(indices_SK, limits_S, tokens), nothing, 1)
+    lengths_S = list_lengths(indices_SK, limits_S, tokens)
     count, united = -(-queries // group), -(-group * entries // BLOCK) * BLOCK
     lists = _Lists(
         torch.empty(count, united, dtype=torch.int32, device=device),
         torch.empty(count, dtype=torch.int32, device=device),
+        torch.empty(count, 1 + united // BLOCK, dtype=torch.int32, device=device),
         torch.empty(count, GROUP, united, dtype=torch.uint16, device=device),
         group,
     )
-    _entry("unite")(indices_SK, lengths_S, tokens, group, lists.indices, lists.counts, lists.lengths)
+    _entry("unite")(
+        indices_SK, lengths_S, tokens, group, lists.indices, lists.counts, lists.lengths, lists.blocks
+    )
     return lists
+
+
+def listed_blocks(indices_SK: Tensor, limits_S: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
+    """Where each list ends, int32 [S], as ``list_lengths``, and which of its blocks hold a valid entry.
+
+    Both are int32 and packed, on the current device.
+
+    Returns:
+        lengths int32 [S], and blocks int32 [S, 1 + K / 64 rounded up]: how many blocks of 64 entries of a list hold a
+        valid one, then their numbers; what lies behind has no meaning.
+    """
+    (lists, entries), device = indices_SK.shape, indices_SK.device
+    lengths_S = torch.empty(lists, dtype=torch.int32, device=device)
+    blocks = torch.empty(lists, 1 - (-entries // BLOCK), dtype=torch.int32, device=device)
+    limits = lengths_S if limits_S is None else limits_S
+    _entry("blocks")(indices_SK, limits, tokens, int(limits_S is not None), lengths_S, blocks)
+    return lengths_S, blocks
 
 
 def most_sharing(heads: int) -> int:
@@ -337,6 +360,7 @@ def _entry(what: str, *key: Any) -> Callable[..., None]:
         "sum": sum_kernel,
         "parts": parts_kernel,
         "unite": unite_kernel,
+        "blocks": blocks_kernel,
     }
     return launcher(builders[what](*key))
 
@@ -369,6 +393,11 @@ def compile_for(rank: int, rope: int, dtype: torch.dtype, slots: bool = False, s
 def unite_kernel() -> Any:
     """The kernel that makes one list of those of several queries."""
     return compiled("sparse_mla_backward_unite", unite)
+
+
+def blocks_kernel() -> Any:
+    """The kernel that finds the blocks of lists that hold a valid entry."""
+    return compiled("sparse_mla_blocks", blocks_of)
 
 
 def prepare_kernel(rank: int, dtype: torch.dtype) -> Any:

@@ -98,6 +98,7 @@ def _backward(spec: AttentionSpec, dtype: torch.dtype) -> Iterator[Variant]:
     if sparse_mla_backward.unsupported(q_SHE, spec.rank, 1.0):
         return
     rank, rope = sparse_mla_backward.native(spec.rank, spec.rope)
+    yield Variant("gradients: blocks of lists", sparse_mla_backward.blocks_kernel)
     yield Variant(f"gradients: rows, {rank} dims", partial(sparse_mla_backward.prepare_kernel, rank, dtype))
     if sparse_mla_backward.most_sharing(spec.heads) > 1:
         yield Variant("gradients: one list of several", sparse_mla_backward.unite_kernel)
@@ -126,6 +127,7 @@ def _loss(spec: AttentionSpec, heads: int, dim: int, dtype: torch.dtype) -> Iter
     if indexer_loss.unsupported(q_SIJ, q_SHE):
         return
     width, main_width = indexer_loss.native(dim, spec.kv_dim)
+    yield Variant("indexer loss: blocks of lists", sparse_mla_backward.blocks_kernel)
     target = partial(indexer_loss.target_kernel, spec.heads, main_width, dtype)
     yield Variant(f"indexer loss: target of {spec.heads} heads, {main_width} dims", target)
     for slots in (False, True):
