@@ -10,6 +10,7 @@ import os
 
 import pytest
 import torch
+from gapped_lists import gapped
 from test_kernels_gpu import check_close, check_lse, poison
 from torch import Tensor
 
@@ -241,6 +242,18 @@ class TestSparse:
         indices[1, 1, :128] = -1
         out, lse = run_decode(queries(3, 2, heads), self.cache(fp8), indices=indices)
         assert not out[0, 0].any() and lse[0, :, 0].isneginf().all()
+
+    def test_blocks_without_a_valid_entry(self, heads: int, fp8: bool) -> None:
+        """Such blocks are not copied, so that other lists' rows may still lie where theirs would."""
+        cache = self.cache(fp8)
+        for batch, entries in ((24, 64), (24, 1000), (150, 700), (3, 20_000)):
+            indices = gapped(batch, entries, 40 * 64)[:, None]
+            q = queries(batch, 1, heads)
+            out, lse = run_decode(q, cache, indices=indices)
+            empty = (indices < 0).logical_or(indices >= 40 * 64).all(-1)[:, 0]
+            assert not out[empty].any() and lse[empty].isneginf().all()
+            length = torch.randint(0, entries + 1, (batch,), device="cuda")
+            run_decode(q, cache, indices=indices, topk_length=length)
 
     def test_unlisted_rows_never_leak(self, heads: int, fp8: bool) -> None:
         cache = self.cache(fp8)

@@ -149,6 +149,8 @@ def test_dense_few_rows() -> None:
 
     kernel = compile_for(32, 512, 64, torch.bfloat16)
     instructions(kernel, "64, 32, 16, true", "cp_async_gs_conditional<16>", "warpgroup_reg_alloc<216>")
+    fences = kernel.get_kernel_source().count("tl::fence_proxy_async()")
+    assert fences == 10, "TileLang has added some: they wait for all copies under way"
 
 
 def test_dense_few_fp8_rows() -> None:

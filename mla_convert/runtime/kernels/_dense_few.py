@@ -14,6 +14,7 @@ from mla_convert.runtime.kernels._dense import (
     COUNT,
     END,
     LOWEST,
+    NONE,
     PLAN_COLUMNS,
     REQUEST,
     ROW,
@@ -22,6 +23,7 @@ from mla_convert.runtime.kernels._dense import (
     SEEN_END,
     SLACK,
     SLOT,
+    SOME,
     TURN,
     WHOLE,
     ask,
@@ -180,11 +182,12 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str) -> Any:
     @T.macro
     def consume(
         g, t, w, turn, scale, q_rank, q_rope, kv_rank, kv_rope, bounds_sh, round_sh, p_sh, factor_sh, highest_sh,
-        total_sh, flag_sh, valid, holes, used, q_full, q_free, full, free, score, p, sums, out_left, out_right,
+        total_sh, flag_sh, valid, there, used, q_full, q_free, full, free, score, p, sums, out_left, out_right,
     ):  # fmt: skip
         """One consumer's blocks of an item; ``used`` counts the earlier uses of its buffer."""
         first = T.alloc_var("int32")
         count = T.alloc_var("int32")
+        state = T.alloc_var("int32")
         count = turn[COUNT]
         T.fill(out_left, 0)
         if right > 0:
@@ -199,52 +202,64 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str) -> Any:
             use = used + i
             first = turn[BEGIN] + (2 * i + g) * BLOCK
             T.barrier_wait(full[g * 2], use & 1)
-            T.fence_proxy_async()
-            T.wgmma_gemm(kv_rank[g, :, :left], q_rank[:, :left], score, transpose_B=True, clear_accum=True)
-            T.barrier_wait(full[g * 2 + 1], use & 1)
-            T.fence_proxy_async()
-            if right > 0:
-                T.wgmma_gemm(kv_rank[g, :, left:], q_rank[:, left:], score, transpose_B=True)
-            if rope > 0:
-                T.wgmma_gemm(kv_rope[g, :, :], q_rope, score, transpose_B=True)
-            T.wait_wgmma(0)
-            if (holes[g] == 2 * i + g + 1) | (first < turn[SEEN_BEGIN]) | (first + BLOCK > turn[SEEN_END]):
-                for j, n in T.Parallel(BLOCK, columns):
-                    score[j, n] = T.if_then_else(
-                        (valid[g, j] != 0) & (first + j >= bounds_sh[0, n]) & (first + j < bounds_sh[1, n]),
-                        score[j, n],
-                        -T.infinity("float32"),
-                    )
-            if 2 * i + g + 2 >= count:
-                T.barrier_arrive(q_free)
-            softmax(
-                g, t, use, scale, round_sh, p_sh, factor_sh, highest_sh, flag_sh, score, p,
-                sums, out_left, out_right,
-            )  # fmt: skip
-            T.wgmma_gemm(
-                kv_rank[g, :, :left],
-                p_sh[2 * g + use % 2, :, :],
-                out_left,
-                transpose_A=True,
-                transpose_B=True,
-            )
-            if right > 0:
+            state = there[g]
+            if state != NONE:
+                T.fence_proxy_async()
                 T.wgmma_gemm(
-                    kv_rank[g, :, left:],
+                    kv_rank[g, :, :left], q_rank[:, :left], score, transpose_B=True, clear_accum=True
+                )
+                T.barrier_wait(full[g * 2 + 1], use & 1)
+                T.fence_proxy_async()
+                if right > 0:
+                    T.wgmma_gemm(kv_rank[g, :, left:], q_rank[:, left:], score, transpose_B=True)
+                if rope > 0:
+                    T.wgmma_gemm(kv_rope[g, :, :], q_rope, score, transpose_B=True)
+                T.wait_wgmma(0)
+                if (state == SOME) | (first < turn[SEEN_BEGIN]) | (first + BLOCK > turn[SEEN_END]):
+                    for j, n in T.Parallel(BLOCK, columns):
+                        score[j, n] = T.if_then_else(
+                            (valid[g, j] != 0)
+                            & (first + j >= bounds_sh[0, n])
+                            & (first + j < bounds_sh[1, n]),
+                            score[j, n],
+                            -T.infinity("float32"),
+                        )
+                if 2 * i + g + 2 >= count:
+                    T.barrier_arrive(q_free)
+                softmax(
+                    g, t, use, scale, round_sh, p_sh, factor_sh, highest_sh, flag_sh, score, p,
+                    sums, out_left, out_right,
+                )  # fmt: skip
+                T.wgmma_gemm(
+                    kv_rank[g, :, :left],
                     p_sh[2 * g + use % 2, :, :],
-                    out_right,
+                    out_left,
                     transpose_A=True,
                     transpose_B=True,
                 )
-            for j, n in T.Parallel(BLOCK, columns):
-                sums[j, n] = sums[j, n] + p[j, n]
-            if right > 0:
-                T.wait_wgmma(1)
-            else:
+                if right > 0:
+                    T.wgmma_gemm(
+                        kv_rank[g, :, left:],
+                        p_sh[2 * g + use % 2, :, :],
+                        out_right,
+                        transpose_A=True,
+                        transpose_B=True,
+                    )
+                for j, n in T.Parallel(BLOCK, columns):
+                    sums[j, n] = sums[j, n] + p[j, n]
+                if right > 0:
+                    T.wait_wgmma(1)
+                else:
+                    T.wait_wgmma(0)
+                T.barrier_arrive(free[g * 2])
                 T.wait_wgmma(0)
-            T.barrier_arrive(free[g * 2])
-            T.wait_wgmma(0)
-            T.barrier_arrive(free[g * 2 + 1])
+                T.barrier_arrive(free[g * 2 + 1])
+            else:
+                T.barrier_wait(full[g * 2 + 1], use & 1)
+                if 2 * i + g + 2 >= count:
+                    T.barrier_arrive(q_free)
+                T.barrier_arrive(free[g * 2])
+                T.barrier_arrive(free[g * 2 + 1])
         if count <= g:
             T.barrier_arrive(q_free)
         reduce_sums(g, t, round_sh, total_sh, sums)
@@ -280,7 +295,7 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str) -> Any:
             p_sh = T.alloc_shared([4, columns, BLOCK], dtype)
             bounds_sh = T.alloc_shared([2, columns], "int32", scope="shared")
             valid = T.alloc_shared([2, BLOCK], "int32", scope="shared")
-            holes = T.alloc_shared([2], "int32", scope="shared")
+            there = T.alloc_shared([2], "int32", scope="shared")
             flag_sh = T.alloc_shared([2, 2], "int32", scope="shared")
             highest_sh = T.alloc_shared([2, columns], "float32", scope="shared")
             factor_sh = T.alloc_shared([2, columns], "float32", scope="shared")
@@ -297,7 +312,7 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str) -> Any:
             left1 = T.alloc_fragment([left, columns], "float32")
             right0 = T.alloc_fragment([max(right, 64), columns], "float32")
             right1 = T.alloc_fragment([max(right, 64), columns], "float32")
-            entry = T.alloc_local([4], "int32")
+            entry = T.alloc_local([2], "int32")
             source = T.alloc_local([4], "int32")
             used0 = T.alloc_var("int32")
             used1 = T.alloc_var("int32")
@@ -307,7 +322,7 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str) -> Any:
             turn = T.alloc_local([TURN], "int32")
             q_full = T.alloc_barrier([256])
             q_free = T.alloc_barrier([256])
-            full = T.alloc_barrier([128, 256, 128, 256])
+            full = T.alloc_barrier([160, 128, 160, 128])
             free = T.alloc_barrier([128, 128, 128, 128])
 
             thread = T.get_thread_binding()
@@ -325,7 +340,7 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str) -> Any:
                     turn_at(Plan, turn, first + w, block, lanes, share, items_each, rows_each, columns)
                     consume(
                         0, thread, w, turn, scale, q_rank, q_rope, kv_rank, kv_rope, bounds_sh, round_sh,
-                        p_sh, factor_sh, highest_sh, total_sh, flag_sh, valid, holes,
+                        p_sh, factor_sh, highest_sh, total_sh, flag_sh, valid, there,
                         used0, q_full, q_free, full, free, score0, p0, sums0, left0, right0,
                     )  # fmt: skip
                     used0 = used0 + (turn[COUNT] + 1) // 2
@@ -338,7 +353,7 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str) -> Any:
                     consume(
                         1, thread - 128, w, turn, scale, q_rank, q_rope, kv_rank, kv_rope, bounds_sh, round_sh,
                         p_sh, factor_sh, highest_sh, total_sh, flag_sh, valid,
-                        holes, used1, q_full, q_free, full, free, score1, p1, sums1, left1, right1,
+                        there, used1, q_full, q_free, full, free, score1, p1, sums1, left1, right1,
                     )  # fmt: skip
                     used1 = used1 + turn[COUNT] // 2
                     merge(1, right1, left1, turn, round_sh, both_sh, Out, Part)
@@ -354,7 +369,7 @@ def few_rows(columns: int, rank: int, rope: int, dtype: str) -> Any:
                         producer, q_full, columns, rank, rope,
                     )  # fmt: skip
                     fetch(
-                        KV, Table, Plan, items + shares + 1, paged, entry, source, kv_rank, kv_rope, valid, holes,
+                        KV, Table, Plan, items + shares + 1, paged, entry, source, kv_rank, kv_rope, valid, there,
                         turn, page, T.truncdiv(tokens, page), heads, columns, producer, full, free, used0, used1,
                         left, rank, rope,
                     )  # fmt: skip

@@ -21,6 +21,24 @@ __device__ __forceinline__ unsigned mla_shared(const void* address) {
   return (unsigned)__cvta_generic_to_shared(address);
 }
 
+// Of the last 32 entries before end, this lane's; where begin is nearer, those from there on.
+__device__ __forceinline__ int mla_tail(const int* list, int begin, int end) {
+  const int at = end - 32 + (threadIdx.x & 31);
+  return at >= begin && at < end ? list[at] : -1;
+}
+
+// 1 + the position of the last entry, from begin to before end, that is a row of the cache, or begin. For a whole warp,
+// which has asked for the last ones.
+__device__ __forceinline__ int mla_list_end(const int* list, int tail, int begin, int end, int rows) {
+  unsigned valid = __ballot_sync(0xffffffffu, tail >= 0 && tail < rows);
+  while (!valid && end > begin) {
+    end -= 32;
+    const int entry = mla_tail(list, begin, end);
+    valid = __ballot_sync(0xffffffffu, entry >= 0 && entry < rows);
+  }
+  return valid ? end - __clz(valid) : begin;
+}
+
 // The same place in the shared memory of thread block ``rank`` of the cluster.
 __device__ __forceinline__ unsigned mla_there(unsigned address, int rank) {
   unsigned there;
@@ -190,7 +208,13 @@ PLACE, LATER, ENTRY, LOOKED_UP = range(4)
 
 @T.macro
 def start_rows(KV, Table, paged, page, pages, turn, found, codes, scales, fp8, pair, side, thread):
-    """Producer: look the first rows of an item up, and ask for their codes."""
+    """Producer: look the first rows of an item up, and ask for their codes. A list ends behind its last valid entry."""
+    tail = T.alloc_var("int32")
+    tail = 0
+    if (paged != 0) & (page == 1):
+        tail = T.call_extern(
+            "int32", "mla_tail", T.access_ptr(Table[turn[REQUEST], 0], "r", 1), turn[BEGIN], turn[END]
+        )
     row = thread % 4 * 16 + thread // 32 * 4 + thread % 16 // 4
     found[ENTRY] = entry_at(Table, paged, turn, page, 0, row)
     found[PLACE] = T.if_then_else(
@@ -204,6 +228,17 @@ def start_rows(KV, Table, paged, page, pages, turn, found, codes, scales, fp8, p
             "handle", f"mla_ask_first<{str(pair).lower()}>", T.access_ptr(codes[0], "rw", 32),
             T.access_ptr(scales[0], "rw", 8), T.address_of(KV[0, 0]), found[PLACE], side,
         )  # fmt: skip
+    if (paged != 0) & (page == 1):
+        turn[END] = T.call_extern(
+            "int32",
+            "mla_list_end",
+            T.access_ptr(Table[turn[REQUEST], 0], "r", 1),
+            tail,
+            turn[BEGIN],
+            turn[END],
+            pages,
+        )
+        turn[COUNT] = T.ceildiv(turn[END] - turn[BEGIN], BLOCK)
 
 
 @T.macro

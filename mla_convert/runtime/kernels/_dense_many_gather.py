@@ -150,6 +150,9 @@ def many_rows_gathered(rank: int, rope: int, dtype: str, fp8: bool, pair: bool) 
             highest_sh = T.alloc_shared([2, TILE], "float32", scope="shared")
             total_sh = T.alloc_shared([TILE], "float32", scope="shared")
             factor_sh = T.alloc_shared([TILE], "float32", scope="shared")
+            count_sh = T.alloc_shared(
+                [1], "int32", scope="shared"
+            )  # blocks of the item, as the producer has found
             # Two of each, one a consumer: TileLang lays a fragment out for the threads that use it.
             score0 = T.alloc_fragment([TILE, BLOCK], "float32")
             score1 = T.alloc_fragment([TILE, BLOCK], "float32")
@@ -202,11 +205,11 @@ def many_rows_gathered(rank: int, rope: int, dtype: str, fp8: bool, pair: bool) 
                 T.set_max_nreg(own_registers, 1)
                 for w in T.serial(last - first + 1):
                     turn_at(Plan, turn, first + w, block, lanes, each, items_each, rows_each, TILE)
-                    count = turn[COUNT]
                     T.fill(out0, 0)
                     T.fill(total0, 0)
                     T.fill(highest0, LOWEST)
                     T.barrier_wait(q_full, w & 1)
+                    count = count_sh[0]
                     if count > 0:
                         scores(q_rank, q_rope, kv_rank, kv_rope, 0, used0 & 1, full, score0, 0, width)
                         T.wait_wgmma(0)
@@ -268,11 +271,11 @@ def many_rows_gathered(rank: int, rope: int, dtype: str, fp8: bool, pair: bool) 
                 T.set_max_nreg(own_registers, 1)
                 for w in T.serial(last - first + 1):
                     turn_at(Plan, turn, first + w, block, lanes, each, items_each, rows_each, TILE)
-                    count = turn[COUNT]
                     T.fill(out1, 0)
                     T.fill(total1, 0)
                     T.fill(highest1, LOWEST)
                     T.barrier_wait(q_full, w & 1)
+                    count = count_sh[0]
                     T.fence_proxy_async()  # or TileLang puts one into the loop, for what the last item stored
                     for i in T.serial(count // 2):
                         T.barrier_wait(scored[0], (used0 + i) & 1)
@@ -316,6 +319,8 @@ def many_rows_gathered(rank: int, rope: int, dtype: str, fp8: bool, pair: bool) 
                         T.truncmod(block, lanes) % 2, producer,
                     )  # fmt: skip
                     T.barrier_wait(q_free, (w & 1) ^ 1)
+                    if producer == 0:
+                        count_sh[0] = turn[COUNT]
                     load_queries(
                         Q, Plan, items + shares + 1, q_rank, q_rope, bounds_sh, turn[ROW], turn[ROWS_END], heads,
                         producer, q_full, TILE, rank, rope,
