@@ -298,6 +298,53 @@ class TestSparse:
         assert torch.allclose(dense[1], sparse[1], atol=1e-4)
 
 
+@pytest.mark.parametrize("shares", [1, 7, 66, 132])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [2048] * 8,
+        [512],
+        [0] * 9,
+        LENGTHS,
+        [8192] * 128,
+        [700] * 66,
+        [3, 9000, 0, 70, 5, 1],
+        list(range(1, 4000, 9)),
+    ],
+)
+def test_shares_of_a_plan(lengths: list[int], shares: int) -> None:
+    """Every block is in one share, none is longer than equal shares, and few items have shares of their own."""
+    from mla_convert.runtime.kernels._common import launcher
+    from mla_convert.runtime.kernels._dense import BLOCK, OVERHEAD
+    from mla_convert.runtime.kernels.dense_mla import plan_kernel
+
+    items = len(lengths)
+    given = torch.tensor(lengths, device="cuda", dtype=torch.int32)
+    blocks = [-(-length // BLOCK) for length in lengths]
+    for smallest in (1, 2, 4):
+        plan = torch.full((items + shares + 1 + items, 6), -99, device="cuda", dtype=torch.int32)
+        launcher(plan_kernel())(
+            given, given, given, 1, 0, 16, 1, 16, 1, items, shares, max(lengths) + 5, smallest, plan
+        )
+        found = plan.tolist()
+        share = found[items + shares][0]
+        equal = max(-(-(sum(blocks) + OVERHEAD * items) // shares), smallest)
+        fewest = max(-(-sum(blocks) // shares), smallest)
+        fitting = [n for n in range(fewest, equal + 1) if sum(-(-max(b, 1) // n) for b in blocks) <= shares]
+        apart = bool(fitting) and items <= shares
+        assert share == (fitting[0] if apart else equal)
+        seen: list[list[int]] = [[] for _ in lengths]
+        for place, (first, last) in enumerate(row[:2] for row in found[items : items + shares]):
+            assert not apart or first >= last
+            for item in range(first, last + 1):
+                unit, stop = found[item][:2]
+                begin = stop - blocks[item]
+                taken = range(max(place * share, begin), min((place + 1) * share, stop))
+                assert taken or max(place * share, unit) < min((place + 1) * share, stop)
+                seen[item] += [number - begin for number in taken]
+        assert seen == [list(range(count)) for count in blocks]
+
+
 def test_fp8_scales_that_are_no_powers_of_two() -> None:
     cache = pack_fp8(torch.randn(30, 64, 1, 576, device="cuda") / 10, power_of_two=False)
     for heads in (16, 64):

@@ -6,13 +6,13 @@ and ``_dense_many_gather`` for FP8 rows and pages that cut blocks), or up to 32 
 cached tokens that their rows see. Its cost is one unit a block of 64 tokens and ``OVERHEAD`` for what it takes beside
 them.
 
-``plan`` puts the items end to end and cuts the whole into equal shares. A share is the work of ``lanes`` thread
-blocks, one a tile, which so walk the same tokens at the same time: memory is read once for all of them. There are
-as many thread blocks as multiprocessors, lengths may differ as they like, one request may take the whole GPU, and
-nobody has to know the lengths on the host. An item that no cut goes through is written to the output directly; the
-parts of the others are written in float32, two slots a thread block (the part at the start of its share and the
-one at the end), and ``combine`` merges them: at most one item for each cut. Where shares of whole items are hardly
-longer, as for equal lengths, nothing is cut; the plan then says that a share has 0 units.
+``plan`` puts the items end to end and cuts the whole into equal shares; or, where no share gets longer by it, each
+item into shares of its own, so that none has parts of two items. A share is the work of ``lanes`` thread blocks, one
+a tile, which so walk the same tokens at the same time: memory is read once for all of them. There are as many thread
+blocks as multiprocessors, lengths may differ as they like, one request may take the whole GPU, and nobody has to know
+the lengths on the host. An item that no cut goes through is written to the output directly; the parts of the others
+are written in float32, two slots a thread block (the part at the start of its share and the one at the end), and
+``combine`` merges them: at most one item for each cut.
 
 The cache is rows in pages: token p of a request is row ``table[request, p // page] * page + p % page``. A
 contiguous cache is one page a request, and the list of a query that sees chosen tokens only is a table of pages of
@@ -33,7 +33,8 @@ OVERHEAD = 3  # what an item costs beside its blocks, in blocks
 ALL, SOME, NONE = range(3)  # of a block's rows are there
 PLAN_COLUMNS = 6
 """A plan has a line for each item (first unit, end unit, first token, end token, and the span that all of its rows
-see), for each share (first item, last item), one with the units of a share, and one for each query (its span)."""
+see), for each share (first item, last item), one with the units of a share, and one for each query (its span). An
+item's blocks are the last of its units."""
 
 FP8_ROW = 656  # bytes of a cached token in FlashMLA's FP8 layout: 512 e4m3, 4 float32 scales, 64 bfloat16
 
@@ -50,14 +51,11 @@ def turn_at(Plan, turn, item, block, lanes, share, items_each, rows_each, tile):
     lane = T.truncmod(block, lanes)
     unit = Plan[item, 0]
     stop = Plan[item, 1]
-    begin = T.alloc_var("int32")
-    end = T.alloc_var("int32")
-    begin = T.if_then_else(share == 0, unit, place * share)  # 0: nothing is cut
-    end = T.if_then_else(share == 0, stop, place * share + share)
-    turn[WHOLE] = T.if_then_else((unit >= begin) & (stop <= end), 1, 0)
-    turn[SLOT] = (2 * place + T.if_then_else(unit >= begin, 1, 0)) * lanes + lane
-    turn[BEGIN] = T.max(T.max(begin, unit) - unit - OVERHEAD, 0)
-    turn[COUNT] = T.max(T.min(end, stop) - unit - OVERHEAD, 0) - turn[BEGIN]
+    turn[WHOLE] = T.if_then_else((unit >= place * share) & (stop <= (place + 1) * share), 1, 0)
+    turn[SLOT] = (2 * place + T.if_then_else(unit >= place * share, 1, 0)) * lanes + lane
+    ahead = stop - T.ceildiv(Plan[item, 3] - Plan[item, 2], BLOCK)  # where the item's blocks begin
+    turn[BEGIN] = T.max(T.max(place * share, unit) - ahead, 0)
+    turn[COUNT] = T.max(T.min((place + 1) * share, stop) - ahead, 0) - turn[BEGIN]
     turn[BEGIN] = Plan[item, 2] + turn[BEGIN] * BLOCK
     turn[END] = T.min(turn[BEGIN] + turn[COUNT] * BLOCK, Plan[item, 3])
     turn[REQUEST] = T.truncdiv(item, items_each)

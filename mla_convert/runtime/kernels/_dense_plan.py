@@ -13,14 +13,36 @@ import tilelang.language as T  # noqa: N812
 from mla_convert.runtime.kernels._common import LN2, LOG2E
 from mla_convert.runtime.kernels._dense import BLOCK, LOWEST, OVERHEAD, PLAN_COLUMNS
 
-SMALLEST_SHARE = 4  # units that are worth a thread block of their own
-PLAN_THREADS = 1024
+PLAN_THREADS = 256
+WARPS = PLAN_THREADS // 32
 
 
 def plan() -> Any:
     """The programs' schedule. A query's span is from ``Starts`` and ``Ends``; or, with ``use_lengths``, from 0 to the
     length of its request, less the causal queries behind it; with 2, that is the capacity, and ``Lengths`` not read."""
     requests, ranges, lines = T.dynamic("requests, ranges, lines")
+
+    @T.macro
+    def add_up(mine, words, thread):
+        """The sum of what the threads before this one have, and that of all."""
+        before = T.alloc_var("int32")
+        everything = T.alloc_var("int32")
+        other = T.alloc_var("int32")
+        before = mine
+        for step in T.unroll(5):
+            other = T.shfl_up(before, 1 << step)
+            if thread % 32 >= 1 << step:
+                before = before + other
+        if thread % 32 == 31:
+            words[thread // 32] = before
+        T.sync_threads()
+        before = before - mine
+        everything = 0
+        for w in T.unroll(WARPS):
+            if w < thread // 32:
+                before = before + words[w]
+            everything = everything + words[w]
+        return before, everything
 
     @T.prim_func
     def dense_mla_plan(
@@ -36,10 +58,14 @@ def plan() -> Any:
         items: T.int32,
         shares: T.int32,
         capacity: T.int32,
+        smallest: T.int32,
         Plan: T.Tensor([lines, PLAN_COLUMNS], "int32"),
     ):
         with T.Kernel(1, threads=PLAN_THREADS) as _block:
-            sums = T.alloc_shared([2, PLAN_THREADS], "int32", scope="shared")
+            units_sh = T.alloc_shared([WARPS], "int32", scope="shared")
+            shares_sh = T.alloc_shared([WARPS], "int32", scope="shared")
+            blocks = T.alloc_shared([PLAN_THREADS], "int32", scope="shared")
+            needed = T.alloc_shared([WARPS], "int32", scope="shared")
             unit = T.alloc_var("int32")
             mine = T.alloc_var("int32")
             each = T.alloc_var("int32")
@@ -54,6 +80,8 @@ def plan() -> Any:
             all_low = T.alloc_var("int32")
             all_high = T.alloc_var("int32")
             item = T.alloc_var("int32")
+            total = T.alloc_var("int32")
+            apart = T.alloc_var("int32")
             thread = T.get_thread_binding()
             T.pdl_trigger()
             each = T.ceildiv(items, PLAN_THREADS)
@@ -96,21 +124,44 @@ def plan() -> Any:
                     Plan[item, 4] = all_low
                     Plan[item, 5] = all_high
                     mine = mine + OVERHEAD + T.ceildiv(high - low, BLOCK)
-            sums[0, thread] = mine
+                    if item < PLAN_THREADS:
+                        blocks[item] = T.max(T.ceildiv(high - low, BLOCK), 1)
             for c in T.serial(T.ceildiv(shares, PLAN_THREADS)):
                 if c * PLAN_THREADS + thread < shares:
                     Plan[items + c * PLAN_THREADS + thread, 0] = 0
                     Plan[items + c * PLAN_THREADS + thread, 1] = -1
-            T.sync_threads()
-            for step in T.unroll(PLAN_THREADS.bit_length() - 1):
-                unit = sums[step % 2, thread]
-                if thread >= 1 << step:
-                    unit = unit + sums[step % 2, thread - (1 << step)]
-                sums[(step + 1) % 2, thread] = unit
+            unit, total = add_up(mine, units_sh, thread)
+            share = T.max(T.truncdiv(total + shares - 1, shares), smallest)
+            apart = 0
+            if items <= T.min(shares, PLAN_THREADS):
+                # Each item may have shares of its own, if they need not be longer than shares that items share. Warp w
+                # sees how many there are if each has the w-th next number of blocks.
+                low = T.max(T.truncdiv(total - OVERHEAD * items + shares - 1, shares), smallest)
+                high = low + thread // 32
+                mine = 0
+                for k in T.serial(T.ceildiv(items, 32)):
+                    if k * 32 + thread % 32 < items:
+                        mine = mine + T.truncdiv(blocks[k * 32 + thread % 32] + high - 1, high)
+                for b in T.unroll(5):
+                    mine = mine + T.shfl_xor(mine, 1 << b)
+                needed[thread // 32] = mine
                 T.sync_threads()
-            share = sums[(PLAN_THREADS.bit_length() - 1) % 2, PLAN_THREADS - 1]
-            share = T.max(T.ceildiv(share, shares), SMALLEST_SHARE)
-            unit = sums[(PLAN_THREADS.bit_length() - 1) % 2, thread] - mine
+                for w in T.unroll(WARPS):
+                    if (needed[WARPS - 1 - w] <= shares) & (low + WARPS - 1 - w <= share):
+                        apart = low + WARPS - 1 - w
+            if apart != 0:
+                share = apart
+                mine = 0
+                if thread < items:
+                    mine = T.truncdiv(blocks[thread] + share - 1, share)
+                first, total = add_up(mine, shares_sh, thread)
+                if thread < items:
+                    Plan[thread, 0] = first * share
+                    Plan[thread, 1] = first * share + blocks[thread]
+                    for c in T.serial(mine):
+                        Plan[items + first + c, 0] = thread
+                        Plan[items + first + c, 1] = thread
+                each = 0
             for k in T.serial(each):
                 item = thread * each + k
                 if item < items:

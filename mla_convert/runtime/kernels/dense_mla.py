@@ -50,6 +50,8 @@ FEW = 32
 """Requests of up to this many rows have the tokens on the M side of the products."""
 MOST_LANES = 12
 SOME_PARTS, MANY_PARTS = 4, 24  # of an item, on average, from which on they are merged in other ways
+SMALLEST_SHARE, SMALLEST_SHARE_OF_64 = 1, 2
+"""Blocks that are worth a thread block: tiles of 64 rows cost more to merge."""
 MOST_SCHEDULES = 4096  # that are kept
 
 _schedules: dict[Hashable, Tensor] = {}
@@ -339,6 +341,7 @@ def schedule(work: Work, spans: Spans) -> Tensor:
         work.items,
         work.shares,
         work.capacity,
+        SMALLEST_SHARE if work.tile < TILE else SMALLEST_SHARE_OF_64,
         plan,
     )
     if key is not None and len(_schedules) < MOST_SCHEDULES and not torch.cuda.is_current_stream_capturing():
