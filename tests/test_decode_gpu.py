@@ -307,13 +307,18 @@ class TestSparse:
         [0] * 9,
         LENGTHS,
         [8192] * 128,
+        [8192] * 64 + [8100] * 64,
+        [64] * 198,
+        [64] * 200,
+        [200] * 300,
         [700] * 66,
         [3, 9000, 0, 70, 5, 1],
         list(range(1, 4000, 9)),
     ],
 )
 def test_shares_of_a_plan(lengths: list[int], shares: int) -> None:
-    """Every block is in one share, none is longer than equal shares, and few items have shares of their own."""
+    """Every block is in one share; few items have shares of their own, and if that makes none much longer nothing is
+    cut."""
     from mla_convert.runtime.kernels._common import launcher
     from mla_convert.runtime.kernels._dense import BLOCK, OVERHEAD
     from mla_convert.runtime.kernels.dense_mla import plan_kernel
@@ -321,10 +326,24 @@ def test_shares_of_a_plan(lengths: list[int], shares: int) -> None:
     items = len(lengths)
     given = torch.tensor(lengths, device="cuda", dtype=torch.int32)
     blocks = [-(-length // BLOCK) for length in lengths]
-    for smallest in (1, 2, 4):
+    for smallest, allowance in ((1, 0), (2, 8), (4, 8)):
         plan = torch.full((items + shares + 1 + items, 6), -99, device="cuda", dtype=torch.int32)
         launcher(plan_kernel())(
-            given, given, given, 1, 0, 16, 1, 16, 1, items, shares, max(lengths) + 5, smallest, plan
+            given,
+            given,
+            given,
+            1,
+            0,
+            16,
+            1,
+            16,
+            1,
+            items,
+            shares,
+            max(lengths) + 5,
+            smallest,
+            allowance,
+            plan,
         )
         found = plan.tolist()
         share = found[items + shares][0]
@@ -332,7 +351,12 @@ def test_shares_of_a_plan(lengths: list[int], shares: int) -> None:
         fewest = max(-(-sum(blocks) // shares), smallest)
         fitting = [n for n in range(fewest, equal + 1) if sum(-(-max(b, 1) // n) for b in blocks) <= shares]
         apart = bool(fitting) and items <= shares
-        assert share == (fitting[0] if apart else equal)
+        limit, used, filled = equal + min(allowance, equal // 16), 1, 0
+        for count in blocks:
+            used, filled = (used, filled) if filled + count + OVERHEAD <= limit else (used + 1, 0)
+            filled += count + OVERHEAD
+        uncut = allowance > 0 and max(blocks) + OVERHEAD <= limit and used <= shares and items <= 256
+        assert share == (fitting[0] if apart else limit if uncut else equal)
         seen: list[list[int]] = [[] for _ in lengths]
         for place, (first, last) in enumerate(row[:2] for row in found[items : items + shares]):
             assert not apart or first >= last
@@ -340,7 +364,8 @@ def test_shares_of_a_plan(lengths: list[int], shares: int) -> None:
                 unit, stop = found[item][:2]
                 begin = stop - blocks[item]
                 taken = range(max(place * share, begin), min((place + 1) * share, stop))
-                assert taken or max(place * share, unit) < min((place + 1) * share, stop)
+                assert max(place * share, unit) < min((place + 1) * share, stop)
+                assert apart or not uncut or len(taken) == blocks[item]
                 seen[item] += [number - begin for number in taken]
         assert seen == [list(range(count)) for count in blocks]
 

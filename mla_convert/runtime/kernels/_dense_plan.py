@@ -59,6 +59,7 @@ def plan() -> Any:
         shares: T.int32,
         capacity: T.int32,
         smallest: T.int32,
+        allowance: T.int32,
         Plan: T.Tensor([lines, PLAN_COLUMNS], "int32"),
     ):
         with T.Kernel(1, threads=PLAN_THREADS) as _block:
@@ -66,6 +67,9 @@ def plan() -> Any:
             shares_sh = T.alloc_shared([WARPS], "int32", scope="shared")
             blocks = T.alloc_shared([PLAN_THREADS], "int32", scope="shared")
             needed = T.alloc_shared([WARPS], "int32", scope="shared")
+            ends = T.alloc_shared([PLAN_THREADS], "int32", scope="shared")
+            following = T.alloc_shared([2, PLAN_THREADS + 1], "int32", scope="shared")
+            firsts = T.alloc_shared([PLAN_THREADS], "int32", scope="shared")
             unit = T.alloc_var("int32")
             mine = T.alloc_var("int32")
             each = T.alloc_var("int32")
@@ -82,6 +86,8 @@ def plan() -> Any:
             item = T.alloc_var("int32")
             total = T.alloc_var("int32")
             apart = T.alloc_var("int32")
+            uncut = T.alloc_var("int32")
+            limit = T.alloc_var("int32")
             thread = T.get_thread_binding()
             T.pdl_trigger()
             each = T.ceildiv(items, PLAN_THREADS)
@@ -132,6 +138,7 @@ def plan() -> Any:
                     Plan[items + c * PLAN_THREADS + thread, 1] = -1
             unit, total = add_up(mine, units_sh, thread)
             share = T.max(T.truncdiv(total + shares - 1, shares), smallest)
+            ends[thread] = unit + mine
             apart = 0
             if items <= T.min(shares, PLAN_THREADS):
                 # Each item may have shares of its own, if they need not be longer than shares that items share. Warp w
@@ -162,6 +169,52 @@ def plan() -> Any:
                         Plan[items + first + c, 0] = thread
                         Plan[items + first + c, 1] = thread
                 each = 0
+            uncut = 0
+            limit = share + T.min(allowance, share >> 4)
+            if (apart == 0) & (allowance > 0) & (items <= PLAN_THREADS) & (shares < PLAN_THREADS):
+                # Whole items, if that makes no share much longer. For each item that a share may begin with, following
+                # has the one that the next share begins with, then the share 2, 4, 8 … further on; firsts what comes of
+                # it. A share's units begin at a multiple of the most that a share may have.
+                low = 0
+                high = items
+                T.sync_threads()
+                for _step in T.unroll(PLAN_THREADS.bit_length()):
+                    last = T.truncdiv(low + high, 2)
+                    if low < high:
+                        if ends[last] <= unit + limit:
+                            low = last + 1
+                        else:
+                            high = last
+                following[0, thread] = low
+                if thread == 0:
+                    following[0, PLAN_THREADS] = items
+                    following[1, PLAN_THREADS] = items
+                first = 0
+                T.sync_threads()
+                for b in T.unroll(PLAN_THREADS.bit_length() - 1):
+                    if (thread >> b) & 1 != 0:
+                        first = following[b % 2, first]
+                    following[(b + 1) % 2, thread] = following[b % 2, following[b % 2, thread]]
+                    T.sync_threads()
+                firsts[thread] = first
+                T.sync_threads()
+                if firsts[shares] == items:
+                    uncut = 1
+            if uncut != 0:
+                share = limit
+                each = 0
+                if (thread < shares) & (first < items):
+                    last = firsts[thread + 1] - 1
+                    Plan[items + thread, 0] = first
+                    Plan[items + thread, 1] = last
+                    start = 0
+                    if first > 0:
+                        start = ends[first - 1]
+                    end = start
+                    for k in T.serial(last - first + 1):
+                        Plan[first + k, 0] = thread * share + end - start
+                        end = ends[first + k]
+                        Plan[first + k, 1] = thread * share + end - start
             for k in T.serial(each):
                 item = thread * each + k
                 if item < items:

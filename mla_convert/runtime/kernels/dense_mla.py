@@ -52,6 +52,9 @@ MOST_LANES = 12
 SOME_PARTS, MANY_PARTS = 4, 24  # of an item, on average, from which on they are merged in other ways
 SMALLEST_SHARE, SMALLEST_SHARE_OF_64 = 1, 2
 """Blocks that are worth a thread block: tiles of 64 rows cost more to merge."""
+ALLOWANCE = 8
+"""Blocks, at most a sixteenth, that a share of 64 rows may have above its equal part so that nothing is cut: parts and
+their merge take as long."""
 MOST_SCHEDULES = 4096  # that are kept
 
 _schedules: dict[Hashable, Tensor] = {}
@@ -342,6 +345,7 @@ def schedule(work: Work, spans: Spans) -> Tensor:
         work.shares,
         work.capacity,
         SMALLEST_SHARE if work.tile < TILE else SMALLEST_SHARE_OF_64,
+        0 if work.tile < TILE else ALLOWANCE,
         plan,
     )
     if key is not None and len(_schedules) < MOST_SCHEDULES and not torch.cuda.is_current_stream_capturing():
