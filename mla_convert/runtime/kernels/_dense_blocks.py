@@ -157,8 +157,10 @@ __device__ __forceinline__ void mla_set(void* numbers, int at, int value) {
                : "memory");
 }
 
-__device__ __forceinline__ void mla_prefetch(const void* line) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+// Bring neighbouring rows into the L2 cache.
+__device__ __forceinline__ void mla_prefetch(const void* first, int rows, int row_bytes) {
+  if (rows > 0)
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(first), "r"(rows * row_bytes) : "memory");
 }
 """
 
@@ -255,15 +257,16 @@ def load_pieces(KV, row, kv_rank, kv_rope, s, full, pieces, rank, width, thread)
 @T.macro
 def fetch_blocks(
     KV, Table, paged, page, pages, tokens, turn, ahead, kv_rank, kv_rope, there, full, free, used0, used1, side, left,
-    rank, width, lane, lanes, thread,
+    rank, width, lane, lanes, prefetch, thread,
 ):  # fmt: skip
     """Producer, one warp for each ``side``: fetch the blocks of a thread block's part of an item.
 
     Side 0 is the left half of the values and the rope dims, whose place probabilities may take that the same consumer
     reads; side 1 is the right half. ``ahead`` holds the table entries of this block and the next ones, so that none is
-    waited for; side 0 brings the last of them into the L2 cache, each of the ``lanes`` that walk these tokens asking
-    for its rows. A block is fetched whole, and ``there`` says how many of its tokens belong to the request: none of a
-    page that is not there. It has two entries a buffer, since the other consumer may still be reading one.
+    waited for; with ``prefetch``, side 0 brings the last of them into the L2 cache, each of the ``lanes`` that walk
+    these tokens asking for its rows. A block is fetched whole, and ``there`` says how many of its tokens belong to the
+    request: none of a page that is not there. It has two entries a buffer, since the other consumer may still be
+    reading one.
     """
     far = T.alloc_var("int32")
     row = T.alloc_var("int32")
@@ -288,13 +291,11 @@ def fetch_blocks(
                 KV, row, kv_rank, kv_rope, s, full, [u for u in range(width // 64) if u not in middle], rank, width,
                 thread,
             )  # fmt: skip
-            if (ahead[AHEAD - 1] >= 0) & (ahead[AHEAD - 1] < pages):
+            if (thread == 0) & (prefetch != 0) & (ahead[AHEAD - 1] >= 0) & (ahead[AHEAD - 1] < pages):
                 far = ahead[AHEAD - 1] * page + T.truncmod(begin + (AHEAD - 1) * BLOCK, page)
-                for r in T.unroll(2):
-                    row = T.min(far + r * 32 + thread, tokens - 1)
-                    if T.truncmod(r * 32 + thread, lanes) == lane:
-                        for u in T.unroll(width // 64):
-                            T.call_extern("void", "mla_prefetch", T.address_of(KV[row, u * 64]))
+                row = far + T.truncdiv(lane * BLOCK, lanes)
+                far = T.min(far + T.truncdiv(lane * BLOCK + BLOCK, lanes), tokens)
+                T.call_extern("void", "mla_prefetch", T.address_of(KV[row, 0]), far - row, width * 2)
         for k in T.unroll(AHEAD - 1):
             ahead[k] = ahead[k + 1]
         ahead[AHEAD - 1] = page_at(Table, paged, turn, page, i + AHEAD)

@@ -210,6 +210,7 @@ def many_rows_by_blocks(rank: int, rope: int, dtype: str) -> Any:
             last = T.alloc_var("int32")
             each = T.alloc_var("int32")
             count = T.alloc_var("int32")
+            prefetch = T.alloc_var("int32")
             q_full = T.alloc_barrier([32])
             q_free = T.alloc_barrier([256])
             full = T.alloc_barrier([1] * (2 * pieces))
@@ -227,6 +228,9 @@ def many_rows_by_blocks(rank: int, rope: int, dtype: str) -> Any:
             each = Plan[items + shares, 0]
             first = Plan[items + T.truncdiv(block, lanes), 0]
             last = Plan[items + T.truncdiv(block, lanes), 1]
+            # One tile alone is held up by memory, and others' requests fill the cache with what is not needed yet;
+            # tokens that many items share are there.
+            prefetch = T.if_then_else((lanes > 1) & (items_each == 1), 1, 0)
             if thread < 128:
                 T.set_max_nreg(216, 1)
                 for w in T.serial(last - first + 1):
@@ -388,7 +392,7 @@ def many_rows_by_blocks(rank: int, rope: int, dtype: str) -> Any:
                         fetch_blocks(
                             KV, Table, paged, page, T.truncdiv(tokens, page), tokens, turn, ahead, kv_rank, kv_rope,
                             there, full, free, used0, used1, 0, left, rank, width, T.truncmod(block, lanes), lanes,
-                            thread - 256,
+                            prefetch, thread - 256,
                         )  # fmt: skip
                         used0 = used0 + (turn[COUNT] + 1) // 2
                         used1 = used1 + turn[COUNT] // 2
@@ -400,7 +404,7 @@ def many_rows_by_blocks(rank: int, rope: int, dtype: str) -> Any:
                         fetch_blocks(
                             KV, Table, paged, page, T.truncdiv(tokens, page), tokens, turn, ahead, kv_rank, kv_rope,
                             there, full, free, used0, used1, 1, left, rank, width, T.truncmod(block, lanes), lanes,
-                            thread - 288,
+                            prefetch, thread - 288,
                         )  # fmt: skip
                         used0 = used0 + (turn[COUNT] + 1) // 2
                         used1 = used1 + turn[COUNT] // 2
