@@ -1,8 +1,9 @@
 """Rows of the sparse forward, beside FlashMLA's sparse prefill and a gather in plain torch.
 
 4096 queries, 8192 tokens, top-k 2048, bf16 and all entries valid, unless said. FLOP count valid entries. "Causal
-lists" are those of the first positions: the first 2047 are short and hold -1 at the end. Rows "in a graph" replay a
-captured call, without what its launch costs the host.
+lists" are those of the first positions: the first 2047 are short and hold -1 at the end. Where "every second block is
+empty", half of the 2048 entries are -1, 64 of them in a row; the same lists without those are a baseline in the JSON
+file, "packed". Rows "in a graph" replay a captured call, without what its launch costs the host.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ def cases() -> Iterator[Case]:
         yield sparse(f"{heads} heads", *goals, heads=heads)
     for heads in (16, 64, 128):
         yield sparse(f"{heads} heads, causal lists", heads=heads, causal=True)
+    for heads in (16, 64):
+        yield sparse(f"{heads} heads, every second block empty", heads=heads, gaps=True)
     for topk in (512, 1024):
         for heads in (16, 64, 128):
             yield sparse(f"{heads} heads, top-k {topk}", heads=heads, topk=topk)
@@ -90,7 +93,13 @@ def lists(queries: int, topk: int, causal: bool) -> Tensor:
 
 
 def sparse_row(
-    *, heads: int, queries: int = QUERIES, topk: int = TOPK, causal: bool = False, graph: bool = False
+    *,
+    heads: int,
+    queries: int = QUERIES,
+    topk: int = TOPK,
+    causal: bool = False,
+    gaps: bool = False,
+    graph: bool = False,
 ) -> Measurement:
     from mla_convert.runtime import reference
     from mla_convert.runtime.kernels.sparse_mla import sparse_mla
@@ -98,6 +107,8 @@ def sparse_row(
     q = torch.randn(queries, heads, WIDTH, dtype=torch.bfloat16, device="cuda")
     kv = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, device="cuda")
     indices = lists(queries, topk, causal)
+    if gaps:
+        indices.view(queries, -1, 2, 64)[:, :, 1] = -1
     wrap = in_graph if graph else lambda call: call
     some = sampled(queries)
     want, _ = reference.sparse_mla(q[some].double(), kv.double(), indices[some], SCALE, d_v=RANK)
@@ -108,6 +119,9 @@ def sparse_row(
         lambda out: cosine_error(out[some][:, :heads], want),
         wrap,
     )
+    if gaps:
+        packed = indices.view(queries, -1, 2, 64)[:, :, 0].reshape(queries, -1)
+        beside["packed"] = Rival(wrap(lambda: sparse_mla(q, kv, packed, SCALE, d_v=RANK)))
     got = sparse_mla(q, kv, indices, SCALE, d_v=RANK)[0][some]
     return measured(
         wrap(lambda: sparse_mla(q, kv, indices, SCALE, d_v=RANK)),

@@ -1,11 +1,13 @@
 """What the attention programs of ``sparse_mla`` share, and the small programs around them.
 
-No block behind a list's last valid entry is read: ``list_end`` finds it inside a program, ``lengths`` in a launch of
-its own. The attention programs run as many thread blocks as there are multiprocessors, and gather listed rows by
-16-byte cp.async, with zero fill for what is not valid. In two of them a thread block takes one item (a query and up
-to 64 heads) after another, with 384 threads: a producer warpgroup gathers 64 rows at a time, and two consumer
-warpgroups compute. Rows are handed over and freed in pieces, so that products start on one while the next is still in
-flight, and the producer is at the next item while the consumers finish one.
+Blocks of a list without a valid entry are skipped, wherever they lie (``_list_walk_cuda``). Programs that need to know
+only where a list ends ask ``lengths``, in a launch of its own.
+
+The attention programs run as many thread blocks as there are multiprocessors, and gather listed rows by 16-byte
+cp.async, with zero fill for what is not valid. In two of them a thread block takes one item (a query and up to 64
+heads) after another, with 384 threads: a producer warpgroup gathers 64 rows at a time, and two consumer warpgroups
+compute. Rows are handed over and freed in pieces, so that products start on one while the next is still in flight, and
+the producer is at the next item while the consumers finish one.
 
 - ``_sparse_mla_pairs.pair_heads`` (many queries of up to 8 heads): each pair of warps gathers and computes by itself.
 - ``_sparse_mla_few.few_heads`` (up to 32 heads): keys are the M side of each product and heads the N side, so
@@ -37,48 +39,9 @@ LOWEST = -1.0e30  # where the running maximum starts: finite, so that an empty r
 SLACK = 8.0  # how far, in powers of two, a probability may exceed 1 before everything is rescaled
 
 
-LIST_END = """
-// 1 + the position of the last valid entry before limit, or 0: most lists are full, and their end is all that is read.
-static __device__ __forceinline__ int list_end(const int* list, int limit, int tokens) {
-  int last = 0;
-  for (int end = limit; end > 0 && last == 0; end -= 128) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int at = end - 1 - i * 32 - (threadIdx.x & 31);
-      const int entry = at >= 0 ? list[at] : -1;
-      last = max(last, entry >= 0 && entry < tokens ? at + 1 : 0);
-    }
-    last = __reduce_max_sync(0xffffffffu, last);
-  }
-  return last;
-}
-
-// The same for one of many lists, with a limit each if limited; one behind the last list is empty.
-static __device__ __forceinline__ int list_end(
-    const int* lists, const int* limits, int limited, int row, int rows, int entries, int tokens) {
-  if (row >= rows) return 0;
-  return list_end(lists + (long long)row * entries, limited ? min(limits[row], entries) : entries, tokens);
-}
-"""
-
-
-def list_end(Indices: Any, Limits: Any, row: Any, tokens: Any) -> Any:
-    """Where a list ends, for a whole warp: what ``lengths`` finds in a launch of its own. There may be no limits.
-
-    A row behind the last is an empty list. All of it is C++, since a condition on ``row`` would be lost: TileLang takes
-    those on a variable for settled by an outer one even where the variable has changed between the two.
-    """
-    return T.call_extern(
-        "int32",
-        "list_end",
-        T.access_ptr(Indices[0, 0], "r", Indices.shape[1]),
-        T.access_ptr(Limits[0], "r", 1),
-        Limits.shape[0],
-        row,
-        Indices.shape[0],
-        Indices.shape[1],
-        tokens,
-    )
+def is_token(entry: Any, tokens: Any) -> Any:
+    """Whether a list's entry is valid, in one comparison: without its sign, a negative one is beyond all tokens."""
+    return T.cast(entry, "uint32") < T.cast(tokens, "uint32")
 
 
 def lengths() -> Any:

@@ -6,8 +6,9 @@ from typing import Any
 
 import tilelang.language as T  # noqa: N812
 
+from mla_convert.runtime.kernels import _list_walk_cuda as list_walk
 from mla_convert.runtime.kernels._common import LN2, LOG2E
-from mla_convert.runtime.kernels._sparse_mla import BLOCK, LIST_END, LOWEST, SLACK, list_end
+from mla_convert.runtime.kernels._sparse_mla import BLOCK, LOWEST, SLACK, is_token
 from mla_convert.runtime.kernels._sparse_mla_few_cuda import SOURCE
 
 SHARED_BYTES = 232448 - 8192  # what a thread block may have, less the small arrays and barriers
@@ -278,27 +279,34 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str) -> Any:
             )  # fmt: skip
 
     @T.macro
-    def enter(s, Q, Indices, Limits, tokens, item, row, at, end, count, whole, parts, grid):
-        """Producer: the entries [at, end) of an item, none behind the last; and a look ahead at what the next needs."""
+    def enter(s, Q, Indices, Limits, tokens, item, row, walk, found, count, whole, parts, grid):
+        """Producer: an item's first block; and a look ahead at what the next item needs."""
         row[s] = query_of(item[s], whole, parts)
-        length = list_end(Indices, Limits, row[s], tokens)
-        at[s] = 0
-        end[s] = length
-        if item[s] >= whole:
-            share = T.ceildiv(T.ceildiv(length, BLOCK), parts) * BLOCK
-            at[s] = T.min((item[s] - whole) % parts * share, length)
-            end[s] = T.min(at[s] + share, length)
+        call(
+            "walk_enter", walk.data, s, T.access_ptr(Indices[0, 0], "r", Indices.shape[1]),
+            T.access_ptr(Limits[0], "r", 1), Limits.shape[0], row[s], Indices.shape[0], Indices.shape[1], tokens,
+            T.if_then_else(item[s] < whole, 0, (item[s] - whole) % parts), T.if_then_else(item[s] < whole, 1, parts),
+            found.data,
+        )  # fmt: skip
         after = query_of(T.min(item[s] + items * grid, count - 1), whole, parts)
-        call("mla_prefetch", T.access_ptr(Indices[after, 0], "r", BLOCK), Indices.shape[1] * 4)
-        call("mla_prefetch", T.access_ptr(Q[after, 0, 0], "r", BLOCK), Q.shape[1] * ((rank + rope) * 2))
+        call("prefetch<128>", T.access_ptr(Indices[after, 0], "r", BLOCK), Indices.shape[1] * 4)
+        call("prefetch<128>", T.access_ptr(Q[after, 0, 0], "r", BLOCK), Q.shape[1] * ((rank + rope) * 2))
 
     @T.macro
-    def ask(s, Indices, index, item, row, at, end, count, thread):
+    def ask(s, Indices, index, item, row, walk, count, thread):
         """Producer: the entries of the next block, which the copies of this one give time to arrive."""
         for r in T.unroll(4):
             index[4 + s * 4 + r] = -1
-            if (item[s] < count) & (at[s] + r * 16 + thread // 8 < end[s]):
-                index[4 + s * 4 + r] = Indices[row[s], at[s] + r * 16 + thread // 8]
+            if (item[s] < count) & (walk[s * 4] + r * 16 + thread // 8 < walk[s * 4 + 1]):
+                index[4 + s * 4 + r] = Indices[row[s], walk[s * 4] + r * 16 + thread // 8]
+
+    @T.macro
+    def walk_on(s, Indices, row, walk, tokens, found):
+        """Producer: where the block behind that one is, as the copies leave time for it."""
+        call(
+            "walk_on", walk.data, s, T.access_ptr(Indices[0, 0], "r", Indices.shape[1]), row[s], Indices.shape[1],
+            tokens, found.data,
+        )  # fmt: skip
 
     @T.macro
     def describe(note, number, place, last, index, tokens, thread, note_sh, valid, holes, noted):
@@ -307,7 +315,7 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str) -> Any:
             note_sh[note] = place * 2 + last
         for r in T.unroll(4):
             if thread % 8 == 0:
-                ok = (index[r] >= 0) & (index[r] < tokens)
+                ok = is_token(index[r], tokens)
                 valid[note, r * 16 + thread // 8] = T.if_then_else(ok, 1, 0)
                 if not ok:
                     holes[note] = number + 1
@@ -320,7 +328,7 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str) -> Any:
         for u in each:
             T.barrier_wait(free[(place + u) % slots], ((place + u) // slots & 1) ^ 1)
             for r in T.unroll(4):
-                ok = (index[r] >= 0) & (index[r] < tokens)
+                ok = is_token(index[r], tokens)
                 source = T.if_then_else(ok, index[r], 0)
                 for v in list(range(0, widths[u], PANEL)):
                     if v + column < widths[u]:
@@ -366,7 +374,7 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str) -> Any:
         Part: T.Tensor([part_rows, heads, rank + 4], "float32"),
     ):
         with T.Kernel(grid, threads=384) as cta:
-            T.import_source(LIST_END + SOURCE)
+            T.import_source(list_walk.SOURCE + SOURCE)
             T.pdl_trigger()
             q_sh = T.alloc_shared([items, columns, panels * PANEL], dtype)
             kv = T.alloc_shared([slots, BLOCK, group * PANEL], dtype)
@@ -394,8 +402,9 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str) -> Any:
             index = T.alloc_local([4 + 4 * items], "int32")  # entries of this block, and of the next ones
             item = T.alloc_local([items], "int32")
             row = T.alloc_local([items], "int32")
-            at = T.alloc_local([items], "int32")
-            end = T.alloc_local([items], "int32")
+            found = T.alloc_shared([1], "uint32", scope="shared")  # of the walk through a list
+            # Through an item's list: the block behind the one that was asked for, the end, and more.
+            walk = T.alloc_local([4 * items], "int32")
             ends = T.alloc_local([items], "int32")  # 1 behind an item's last block, so before one's first
             loaded = T.alloc_local([items], "int32")
             number = T.alloc_local([2], "int32")
@@ -432,8 +441,9 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str) -> Any:
                     item[s] = cta + s * grid
                     ends[s] = 1
                     loaded[s] = 0
-                    enter(s, Q, Indices, Limits, tokens, item, row, at, end, count, whole, parts, grid)
-                    ask(s, Indices, index, item, row, at, end, count, producer)
+                    enter(s, Q, Indices, Limits, tokens, item, row, walk, found, count, whole, parts, grid)
+                    ask(s, Indices, index, item, row, walk, count, producer)
+                    walk_on(s, Indices, row, walk, tokens, found)
                 while (item[0] < count) | (item[items - 1] < count):
                     for g in [0, 1]:
                         s = g % items
@@ -443,16 +453,17 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str) -> Any:
                                 index[r] = index[4 + s * 4 + r]
                             begins = ends[s]
                             query = row[s]
-                            at[s] = at[s] + BLOCK
-                            # With one item at a time, consumers get the same number of blocks.
-                            ends[s] = T.if_then_else(at[s] + (2 - items) * (1 - g) * BLOCK >= end[s], 1, 0)
+                            if items == 1 and g == 0:  # consumers get the same number of blocks
+                                ends[s] = 1 - T.call_extern("int32", "walk_follows", walk.data, s)
+                            else:
+                                ends[s] = T.if_then_else(walk[s * 4] >= walk[s * 4 + 1], 1, 0)
                             describe(
                                 g * NOTES + number[g] % NOTES, number[g], place, ends[s], index, tokens, producer,
                                 note_sh, valid, holes, noted,
                             )  # fmt: skip
                             done = ends[s] != 0 and (items == 2 or g == 1)
                             if not done:
-                                ask(s, Indices, index, item, row, at, end, count, producer)
+                                ask(s, Indices, index, item, row, walk, count, producer)
                             fill(KV, kv, place, index, tokens, producer, full, free)
                             if begins != 0 and g == s:
                                 T.barrier_wait(q_free[s], (loaded[s] & 1) ^ 1)
@@ -470,13 +481,14 @@ def few_heads(columns: int, rank: int, rope: int, dtype: str) -> Any:
                                     tokens,
                                     item,
                                     row,
-                                    at,
-                                    end,
+                                    walk,
+                                    found,
                                     count,
                                     whole,
                                     parts,
                                     grid,
                                 )
-                                ask(s, Indices, index, item, row, at, end, count, producer)
+                                ask(s, Indices, index, item, row, walk, count, producer)
+                            walk_on(s, Indices, row, walk, tokens, found)
 
     return sparse_mla_few_heads

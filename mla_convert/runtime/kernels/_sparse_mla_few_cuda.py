@@ -72,11 +72,22 @@ __device__ __forceinline__ void mla_scale(float* all, int first, const float* fa
   }
 }
 
-// Let a producer's next reads find this in the L2 cache.
-__device__ __forceinline__ void mla_prefetch(const void* from, int bytes) {
-  for (int at = (threadIdx.x & 127) * 128; at < bytes; at += 128 * 128) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(from) + at));
-  }
+// A producer's walk through an item's list, of which there is one for each item under way; to the first block and on.
+__device__ __forceinline__ void walk_on(
+    int* walks, int s, const int* lists, long long row, int entries, int tokens, void* found) {
+  next_block(reinterpret_cast<Walk*>(walks)[s], lists + row * entries, tokens, static_cast<unsigned*>(found));
+}
+__device__ __forceinline__ void walk_enter(
+    int* walks, int s, const int* lists, const int* limits, int limited, int row, int rows, int entries, int tokens,
+    int part, int parts, void* found) {
+  Walk& walk = reinterpret_cast<Walk*>(walks)[s];
+  const int* list = lists + static_cast<long long>(row) * entries;
+  const int limit = row >= rows ? 0 : limited ? min(limits[row], entries) : entries;  // one behind the last is empty
+  walk = enter_list<true>(list, limit, tokens, part, parts, static_cast<unsigned*>(found));
+  next_block(walk, list, tokens, static_cast<unsigned*>(found));
+}
+__device__ __forceinline__ int walk_follows(const int* walks, int s) {
+  return block_follows(reinterpret_cast<const Walk*>(walks)[s]);
 }
 
 // 64 dims (rows) of each head (a column) to the heads' rows of out, from column on.

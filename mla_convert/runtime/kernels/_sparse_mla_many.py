@@ -26,7 +26,8 @@ from typing import Any
 
 import tilelang.language as T  # noqa: N812
 
-from mla_convert.runtime.kernels._sparse_mla import BLOCK, LIST_END
+from mla_convert.runtime.kernels import _list_walk_cuda as list_walk
+from mla_convert.runtime.kernels._sparse_mla import BLOCK
 from mla_convert.runtime.kernels._sparse_mla_many_cuda import SOURCE
 
 
@@ -53,7 +54,7 @@ def many_heads(rank: int, rope: int, dtype: str, split: bool) -> Any:
         Out: T.Tensor([rows, heads, out_width], "float32" if split else dtype),
         Lse: T.Tensor([lse_rows if split else rows, heads], "float32"),
     ):
-        with T.Kernel(grid, threads=384, prelude=LIST_END + SOURCE):
+        with T.Kernel(grid, threads=384, prelude=list_walk.SOURCE + SOURCE):
             if split:
                 T.pdl_trigger()
             shared = T.alloc_shared([64, shared_columns], dtype)

@@ -32,6 +32,7 @@ struct Shared {
   int count, holes[2];
   alignas(8) int valid[2][64];
   float highest[2][64], total[2][64];
+  unsigned found;  // of the walk through a list
 };
 
 // Where panels lie. The first consumer stages its results from the odd block's left piece on, which it reads last, the
@@ -406,8 +407,8 @@ MLA_DEVICE void copy(unsigned to, const char* from, bool exists) {  // or zeros,
 }
 
 // Eight threads a row, 16 rows at a time. A row that is not valid becomes zeros, so that nothing stale or NaN can
-// reach a product. index holds a thread's entries of a pair of blocks; those of the next are asked for behind the
-// pair's copies: copies are handled in the order of issue, and would wait for entries that come from memory.
+// reach a product. index holds a thread's entries of a pair of blocks; the next pair's are asked for behind the last
+// copies that need them, and where they lie is found out before, while the producer would wait for free pieces.
 template <int kRank, int kRope, bool kSplit>
 MLA_DEVICE void produce(const Arguments& a, Shared& s, unsigned base, int items) {
   using P = Places<kRank, kRope>;
@@ -416,24 +417,41 @@ MLA_DEVICE void produce(const Arguments& a, Shared& s, unsigned base, int items)
   int used0 = 0, used1 = 0;
   long long out_row = 0, sent_row = 0;
   int sent_first = 0;
+  // Let an item find its list and queries in the L2 cache.
+  const auto look_ahead = [&](int item) {
+    const long long query = item / a.tiles / (kSplit ? a.parts : 1);
+    const int first = item % a.tiles * 64;
+    prefetch<128>(a.indices + query * a.entries, a.entries * 4);
+    prefetch<128>(static_cast<const char*>(a.q) + (query * a.heads + first) * (P::kWidth * 2),
+                  min(64, a.heads - first) * (P::kWidth * 2));
+  };
   for (int turn = 0; turn < items; ++turn) {
     const int item = blockIdx.x + turn * gridDim.x, first = item % a.tiles * 64;
     out_row = item / a.tiles;
     const long long query = kSplit ? out_row / a.parts : out_row;
     const int* list = a.indices + query * a.entries;
-    int begin = 0, end = list_end(list, a.has_limits ? min(a.limits[query], a.entries) : a.entries, a.tokens);
-    if (kSplit) {
-      const int length = ((end + 63) / 64 + a.parts - 1) / a.parts * 64;  // entries of a part
-      begin = min(static_cast<int>(out_row % a.parts) * length, end);
-      end = min(begin + length, end);
-    }
-    const int count = (end - begin + 63) / 64, pairs = (count + 1) / 2;
+#pragma unroll 1
+    for (int ahead = turn > 0; ahead < 2 && turn + ahead < items; ++ahead) look_ahead(item + ahead * gridDim.x);
+    Walk walk = enter_list<kSplit>(list, a.has_limits ? min(a.limits[query], a.entries) : a.entries, a.tokens,
+                           kSplit ? out_row % a.parts : 0, kSplit ? a.parts : 1, &s.found);
+    const int count = count_blocks(walk, list, a.tokens, &s.found), pairs = (count + 1) / 2;
     int index[8];
-    const auto fetch = [&](int from) {
+    int next[2];  // pair of blocks
+    const auto walk_on = [&] {
 #pragma unroll
-      for (int r = 0; r < 8; ++r) index[r] = from + r * 16 + row < end ? list[from + r * 16 + row] : -1;
+      for (int b = 0; b < 2; ++b) {
+        next_block(walk, list, a.tokens, &s.found);
+        next[b] = walk.at;
+      }
     };
-    const auto valid = [&](int entry) { return entry >= 0 && entry < a.tokens; };
+    const auto fetch = [&](int b) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int at = next[b] + r * 16 + row;
+        index[b * 4 + r] = at < walk.end ? list[at] : -1;
+      }
+    };
+    const auto valid = [&](int entry) { return is_token(entry, a.tokens); };
     // Say which rows of a block are valid, and if not all are; number is the block's in its item, from 1.
     const auto mark = [&](int b, int number) {
       if (lane == 0) {
@@ -459,7 +477,9 @@ MLA_DEVICE void produce(const Arguments& a, Shared& s, unsigned base, int items)
     constexpr std::integral_constant<int, P::kRight / 64> right{};
     constexpr std::integral_constant<int, kRope / 64> rope{};
 
-    fetch(begin);
+    walk_on();
+    fetch(0);
+    fetch(1);
     await(s.q_free, turn & 1 ^ 1);
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
@@ -488,18 +508,20 @@ MLA_DEVICE void produce(const Arguments& a, Shared& s, unsigned base, int items)
         arrive_with_copies(s.full[3]);
         if (lane == 0) arrive(s.full[3]);  // with release order, for the marks
       }
+      walk_on();
       if (!kSplit && i == 0 && turn > 0) send<kRank, kRope>(s, a, base, turn - 1, sent_row, sent_first);
       await(s.free[1], used0 + i & 1 ^ 1);
       copy_rows(0, P::kEvenRight, P::kLeft, right);
       copy_rows(0, P::kEvenRope, kRank, rope);
       arrive_with_copies(s.full[1]);
       if (lane == 0) arrive(s.full[1]);
+      fetch(0);
       if (both) {
         await(s.free[2], used1 + i & 1 ^ 1);
         copy_rows(1, P::kOddLeft, 0, left);
         arrive_with_copies(s.full[2]);
       }
-      fetch(begin + (i + 1) * 128);
+      fetch(1);
     }
     if (!kSplit && pairs == 0 && turn > 0) send<kRank, kRope>(s, a, base, turn - 1, sent_row, sent_first);
     used0 += pairs;

@@ -6,8 +6,9 @@ from typing import Any
 
 import tilelang.language as T  # noqa: N812
 
+from mla_convert.runtime.kernels import _list_walk_cuda as list_walk
 from mla_convert.runtime.kernels._common import LN2, LOG2E
-from mla_convert.runtime.kernels._sparse_mla import LIST_END, LOWEST, SLACK, list_end
+from mla_convert.runtime.kernels._sparse_mla import LOWEST, SLACK, is_token
 
 HEADS = 8  # one side of a matrix instruction
 TILE = 16  # keys of a tile: another side
@@ -59,20 +60,55 @@ def pair_heads(rank: int, rope: int, dtype: str) -> Any:
         )  # fmt: skip
 
     @T.macro
-    def look_up(Indices, index, row, begin, end, lane, tile):
-        """Ask for the lane's entry of a tile."""
-        index[0] = -1
-        if begin + tile * TILE + lane % TILE < end:
-            index[0] = Indices[row, begin + tile * TILE + lane % TILE]
+    def look_up(Indices, index, row, span, slot, lane):
+        """Ask for the lane's entry of a tile, or of the one behind it."""
+        index[slot] = -1
+        if span[0] + slot * TILE + lane % TILE < span[1]:
+            index[slot] = Indices[row, span[0] + slot * TILE + lane % TILE]
 
     @T.macro
-    def resolve(index, mask, source, ok, tokens, slot, lane):
-        """The rows that a lane copies of the tile whose entries ``index`` holds, and which of its keys are valid."""
+    def go_on(Indices, index, row, span, lane):
+        """To the next tile, whose entries have had a tile's time to arrive: copies before them would hold them up."""
+        index[0] = index[1]
+        span[0] = span[0] + TILE
+        look_up(Indices, index, row, span, 1, lane)
+
+    @T.macro
+    def look_ahead(Q, Indices, row):
+        """Let the next item find its list and queries in the L2 cache."""
+        T.evaluate(
+            T.call_extern(
+                "handle", "prefetch<64>", T.access_ptr(Indices[row, 0], "r", TILE), Indices.shape[1] * 4
+            )
+        )
+        T.evaluate(
+            T.call_extern(
+                "handle", "prefetch<64>", T.access_ptr(Q[row, 0, 0], "r", TILE), Q.shape[1] * ((rank + rope) * 2)
+            )
+        )  # fmt: skip
+
+    @T.macro
+    def settle(Indices, index, mask, row, span, tokens, slot, lane):
+        """Which keys of the tile are valid. If none is, it is the next tile with a valid one.
+
+        Where the list ends, none is. Both warps of a pair find the same, since both read the same.
+        """
+        mask[slot] = T.cast(T.ballot(is_token(index[0], tokens)), "int32") & 0xFFFF
+        if mask[slot] == 0 and span[0] + TILE < span[1]:
+            span[0] = T.call_extern(
+                "int32", "next_tile", T.access_ptr(Indices[row, 0], "r", entries), span[0] + TILE, span[1], tokens
+            )  # fmt: skip
+            look_up(Indices, index, row, span, 0, lane)
+            look_up(Indices, index, row, span, 1, lane)
+            mask[slot] = T.cast(T.ballot(is_token(index[0], tokens)), "int32") & 0xFFFF
+
+    @T.macro
+    def resolve(index, source, ok, tokens, lane):
+        """The rows that a lane copies of that tile."""
         chosen = T.alloc_var("int32")
-        mask[slot] = T.cast(T.ballot((index[0] >= 0) & (index[0] < tokens)), "int32") & 0xFFFF
         for r in T.unroll(4):
             chosen = T.shfl_sync(index[0], lane // 8 + r * 4)
-            ok[r] = T.if_then_else((chosen >= 0) & (chosen < tokens), 1, 0)
+            ok[r] = T.if_then_else(is_token(chosen, tokens), 1, 0)
             source[r] = T.if_then_else(ok[r] != 0, chosen, 0)
 
     @T.macro
@@ -264,7 +300,7 @@ def pair_heads(rank: int, rope: int, dtype: str) -> Any:
         Part: T.Tensor([part_rows, heads, rank + 4], "float32"),
     ):
         with T.Kernel(grid, threads=PAIRS * 64) as cta:
-            T.import_source(LIST_END)
+            T.import_source(list_walk.SOURCE)
             T.pdl_trigger()
             kv = T.alloc_shared([2 * PAIRS * ring], dtype)
             scores_sh = T.view(kv, [PAIRS * ring], "float32")
@@ -281,12 +317,10 @@ def pair_heads(rank: int, rope: int, dtype: str) -> Any:
             source = T.alloc_local([4], "int32")
             ok = T.alloc_local([4], "int32")
             two = T.alloc_local([2], dtype)
-            index = T.alloc_local([1], "int32")
+            index = T.alloc_local([2], "int32")  # entries of the tile to be copied, and of the one behind it
             item = T.alloc_var("int32")
             row = T.alloc_var("int32")
-            begin = T.alloc_var("int32")
-            end = T.alloc_var("int32")
-            tiles = T.alloc_var("int32")
+            span = T.alloc_local([2], "int32")  # where the tile to be copied begins, and the end
             now = T.alloc_var("int32")  # this tile's stage
             then = T.alloc_var("int32")  # and that of the tile to be copied
             place = T.alloc_var("int32")
@@ -333,25 +367,30 @@ def pair_heads(rank: int, rope: int, dtype: str) -> Any:
             item = pair * grid + cta
             while item < whole + (queries - whole) * parts:
                 row = T.if_then_else(item < whole, item, whole + (item - whole) // parts)
-                end = list_end(Indices, Limits, row, tokens)
-                begin = 0
-                if item >= whole:
-                    share = T.ceildiv(T.ceildiv(end, TILE), parts) * TILE
-                    begin = T.min((item - whole) % parts * share, end)
-                    end = T.min(begin + share, end)
-                tiles = T.ceildiv(end - begin, TILE)
-                look_up(Indices, index, row, begin, end, lane, 0)
+                T.evaluate(
+                    T.call_extern(
+                        "handle", "enter_tiles", span.data, T.access_ptr(Indices[row, 0], "r", entries),
+                        T.access_ptr(Limits[0], "r", 1), limits, row, entries, tokens,
+                        T.if_then_else(item < whole, 0, (item - whole) % parts), T.if_then_else(item < whole, 1, parts),
+                    )
+                )  # fmt: skip
+                look_up(Indices, index, row, span, 0, lane)
+                look_up(Indices, index, row, span, 1, lane)
+                after = T.min(item + PAIRS * grid, whole + (queries - whole) * parts - 1)
+                look_ahead(Q, Indices, T.if_then_else(after < whole, after, whole + (after - whole) // parts))
                 load_queries(Q, q, two, row, side, h, c, heads)
                 for n in T.unroll(steps * 4):
                     out[n] = 0.0
                 stats[HIGHEST] = LOWEST
                 stats[SUM] = 0.0
+                settle(Indices, index, mask, row, span, tokens, 0, lane)
                 for s in T.unroll(STAGES - 1):
-                    resolve(index, mask, source, ok, tokens, s, lane)
+                    resolve(index, source, ok, tokens, lane)
                     copy(KV, kv, source, ok, s, lane, column, place, rest_column, rest_place)
-                    look_up(Indices, index, row, begin, end, lane, s + 1)
+                    go_on(Indices, index, row, span, lane)
+                    settle(Indices, index, mask, row, span, tokens, s + 1, lane)
                 now = 0
-                for i in T.serial(tiles):
+                while mask[0] != 0:
                     T.ptx_wait_group(STAGES - 2)
                     T.sync_warp()
                     multiply_keys(kv, keys, q, score, now, key_at, rest_key_at)
@@ -360,12 +399,12 @@ def pair_heads(rank: int, rope: int, dtype: str) -> Any:
                         for e in T.unroll(2):
                             to = now * (stage_size // 2) + e * 64 + (write_at ^ ((r ^ e) * 8))
                             scores_sh[to] = score[r * 2 + e]
-                    resolve(index, mask, source, ok, tokens, STAGES - 1, lane)
+                    resolve(index, source, ok, tokens, lane)
                     then = T.if_then_else(now == 0, STAGES - 1, now - 1)
                     # From here on the other warp is done with the tile before this one, and with its scores.
                     T.sync_threads(pair + 1, 64)
                     copy(KV, kv, source, ok, then, lane, column, place, rest_column, rest_place)
-                    look_up(Indices, index, row, begin, end, lane, i + STAGES)
+                    go_on(Indices, index, row, span, lane)
                     for j in T.unroll(2):
                         # Halved, so that TileLang sees that both are even.
                         own = now * (stage_size // 4) + (read_at ^ (j * 8)) // 2
@@ -381,6 +420,8 @@ def pair_heads(rank: int, rope: int, dtype: str) -> Any:
                     now = T.if_then_else(now == STAGES - 1, 0, now + 1)
                     for s in T.unroll(STAGES - 1):
                         mask[s] = mask[s + 1]
+                    # Here, as a branch inside keeps instructions on either side of it apart.
+                    settle(Indices, index, mask, row, span, tokens, STAGES - 1, lane)
                 T.ptx_wait_group(0)
                 T.sync_warp()
                 store(
