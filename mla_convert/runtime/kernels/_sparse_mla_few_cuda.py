@@ -83,7 +83,7 @@ __device__ __forceinline__ void walk_enter(
   Walk& walk = reinterpret_cast<Walk*>(walks)[s];
   const int* list = lists + static_cast<long long>(row) * entries;
   const int limit = row >= rows ? 0 : limited ? min(limits[row], entries) : entries;  // one behind the last is empty
-  walk = enter_list<true>(list, limit, tokens, part, parts, static_cast<unsigned*>(found));
+  walk = enter_list<false>(list, limit, tokens, part, parts, static_cast<unsigned*>(found));
   next_block(walk, list, tokens, static_cast<unsigned*>(found));
 }
 __device__ __forceinline__ int walk_follows(const int* walks, int s) {

@@ -417,21 +417,11 @@ MLA_DEVICE void produce(const Arguments& a, Shared& s, unsigned base, int items)
   int used0 = 0, used1 = 0;
   long long out_row = 0, sent_row = 0;
   int sent_first = 0;
-  // Let an item find its list and queries in the L2 cache.
-  const auto look_ahead = [&](int item) {
-    const long long query = item / a.tiles / (kSplit ? a.parts : 1);
-    const int first = item % a.tiles * 64;
-    prefetch<128>(a.indices + query * a.entries, a.entries * 4);
-    prefetch<128>(static_cast<const char*>(a.q) + (query * a.heads + first) * (P::kWidth * 2),
-                  min(64, a.heads - first) * (P::kWidth * 2));
-  };
   for (int turn = 0; turn < items; ++turn) {
     const int item = blockIdx.x + turn * gridDim.x, first = item % a.tiles * 64;
     out_row = item / a.tiles;
     const long long query = kSplit ? out_row / a.parts : out_row;
     const int* list = a.indices + query * a.entries;
-#pragma unroll 1
-    for (int ahead = turn > 0; ahead < 2 && turn + ahead < items; ++ahead) look_ahead(item + ahead * gridDim.x);
     Walk walk = enter_list<kSplit>(list, a.has_limits ? min(a.limits[query], a.entries) : a.entries, a.tokens,
                            kSplit ? out_row % a.parts : 0, kSplit ? a.parts : 1, &s.found);
     const int count = count_blocks(walk, list, a.tokens, &s.found), pairs = (count + 1) / 2;

@@ -74,20 +74,6 @@ def pair_heads(rank: int, rope: int, dtype: str) -> Any:
         look_up(Indices, index, row, span, 1, lane)
 
     @T.macro
-    def look_ahead(Q, Indices, row):
-        """Let the next item find its list and queries in the L2 cache."""
-        T.evaluate(
-            T.call_extern(
-                "handle", "prefetch<64>", T.access_ptr(Indices[row, 0], "r", TILE), Indices.shape[1] * 4
-            )
-        )
-        T.evaluate(
-            T.call_extern(
-                "handle", "prefetch<64>", T.access_ptr(Q[row, 0, 0], "r", TILE), Q.shape[1] * ((rank + rope) * 2)
-            )
-        )  # fmt: skip
-
-    @T.macro
     def settle(Indices, index, mask, row, span, tokens, slot, lane):
         """Which keys of the tile are valid. If none is, it is the next tile with a valid one.
 
@@ -376,8 +362,6 @@ def pair_heads(rank: int, rope: int, dtype: str) -> Any:
                 )  # fmt: skip
                 look_up(Indices, index, row, span, 0, lane)
                 look_up(Indices, index, row, span, 1, lane)
-                after = T.min(item + PAIRS * grid, whole + (queries - whole) * parts - 1)
-                look_ahead(Q, Indices, T.if_then_else(after < whole, after, whole + (after - whole) // parts))
                 load_queries(Q, q, two, row, side, h, c, heads)
                 for n in T.unroll(steps * 4):
                     out[n] = 0.0
