@@ -11,7 +11,8 @@ import pytest
 import torch
 from test_backward_gpu import check_close as check_gradient
 from test_backward_gpu import run as run_backward
-from test_decode_gpu import dense_case, listed, paged, queries, run_decode, run_dense
+from test_decode_gpu import listed, paged, queries, run_decode
+from test_dense_gpu import dense_case, run_dense
 from test_indexer_gpu import indexer_case, indexer_reference
 from test_indexer_loss_gpu import case as loss_case
 from test_indexer_loss_gpu import run as run_loss

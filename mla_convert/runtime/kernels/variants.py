@@ -60,7 +60,6 @@ def variants(spec: AttentionSpec, dtype: torch.dtype) -> tuple[Variant, ...]:
 
 def _sparse(spec: AttentionSpec, dtype: torch.dtype) -> Iterator[Variant]:
     rank, rope = sparse_mla.native(spec.heads, spec.rank, spec.rope)
-    yield Variant("sparse attention: list lengths", sparse_mla.lengths_kernel)
     for split in (False, True) if spec.heads > sparse_mla.FEW else (False,):
         name = f"sparse attention: {spec.heads} heads, {rank} + {rope} dims" + (
             ", few queries" if split else ""
@@ -101,6 +100,7 @@ def _backward(spec: AttentionSpec, dtype: torch.dtype) -> Iterator[Variant]:
     yield Variant("gradients: blocks of lists", sparse_mla_backward.blocks_kernel)
     yield Variant(f"gradients: rows, {rank} dims", partial(sparse_mla_backward.prepare_kernel, rank, dtype))
     if sparse_mla_backward.most_sharing(spec.heads) > 1:
+        yield Variant("gradients: list lengths", sparse_mla.lengths_kernel)
         yield Variant("gradients: one list of several", sparse_mla_backward.unite_kernel)
     for slots, split in product((False, True), (False, True)):
         name = f"gradients: {rank} + {rope} dims" + (", deterministic" if slots else "")
