@@ -13,7 +13,7 @@ import os
 
 import pytest
 import torch
-from gapped_lists import gapped
+from gapped_lists import EMPTY, gapped
 from test_kernels_gpu import sparse_case
 from torch import Tensor
 
@@ -146,7 +146,7 @@ class TestLists:
             indices = gapped(37, entries, 900)
             options = {"deterministic": deterministic}
             dq, _ = run(q, kv, indices, scale, **options)
-            assert not dq[5].any()
+            assert not dq[EMPTY].any()
             length = torch.randint(0, entries + 1, (37,), device="cuda", dtype=torch.int32)
             run(q, kv, indices, scale, length=length, with_d_lse=True, **options)
             run(q[3:4], kv, indices[3:4], scale, **options)

@@ -204,7 +204,7 @@ def test_sparse_backward_rows_and_sums() -> None:
     instructions(sum_kernel(576, "bfloat16"), "sparse_mla_backward_sum_slots_kernel", "float4")
     instructions(parts_kernel(576, torch.bfloat16), "sparse_mla_backward_sum_parts_kernel", "float4")
     instructions(unite_kernel(), "sparse_mla_backward_unite_kernel", "mla_union(")
-    instructions(blocks_kernel(), "sparse_mla_blocks_kernel", "mla_find_blocks(")
+    instructions(blocks_kernel(), "sparse_mla_blocks_kernel", "find_blocks(")
 
 
 def test_parts_of_a_list_fill_the_gpu() -> None:

@@ -6,20 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from gapped_lists import BLOCK, TILE, WINDOW, invalid_like, patterns
 from test_kernels_gpu import force_pairs, force_parts, run_sparse, sparse_case
-from test_list_walk import (
-    BLOCK,
-    TILE,
-    TOKENS,
-    UNUSED,
-    WALKS,
-    WINDOW,
-    cases,
-    check,
-    invalid_like,
-    patterns,
-    room,
-)
+from test_list_walk import TOKENS, UNUSED, WALKS, cases, check, room
 from torch import Tensor
 
 from mla_convert.runtime.dispatch import available

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from gapped_lists import BLOCK, TILE, WINDOW, invalid_like, patterns
 from torch import Tensor
 
 pytest.importorskip("tilelang", reason="TileLang is not installed (it is for Linux only)")
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="no g++ on PATH to compile the walk with")
 
-BLOCK, TILE, WINDOW, TOKENS, UNUSED = 64, 16, 2048, 77, -9
+TOKENS, UNUSED = 77, -9
 
 # Where each warp of 128 threads goes: how many blocks were counted, whether one followed as was said, and the blocks;
 # and each warp for itself in steps of 16, behind two places that stay unused.
@@ -54,6 +55,15 @@ static __device__ void write_tiles(
     if (found < room && threadIdx.x % 32 == 0) to[threadIdx.x / 32 * room + found] = at;
     ++found;
   }
+}
+"""
+
+# How many blocks are found, their numbers, and last, behind the room for those, where the list ends.
+FOUND = r"""
+static __device__ void write_found(
+    const int* lists, const int* limits, int row, int entries, int tokens, int, int, int room, int* to) {
+  __shared__ unsigned shared;
+  find_blocks(to, to + 4 * room - 1, lists + (long long)row * entries, limits[row], tokens, &shared);
 }
 """
 
@@ -149,46 +159,6 @@ int main() {
 """
 
 
-def invalid_like(indices: Tensor, tokens: int) -> Tensor:
-    """Entries that are not valid, of every kind."""
-    kinds = torch.tensor(
-        [-1, -2, -(2**31), tokens, tokens + 1, 2**31 - 1], device=indices.device, dtype=torch.int32
-    )
-    return kinds[torch.randint(0, len(kinds), indices.shape, device=indices.device)]
-
-
-def patterns(entries: int, device: str = "cpu") -> Tensor:
-    """[lists, entries]: which entries are valid."""
-    at = torch.arange(entries, device=device)
-    block, tile = at // BLOCK, at // TILE
-    last = entries - 1
-    rows = [
-        at >= 0,
-        at < 0,
-        at == 0,
-        at == last,
-        (at == 0) | (at == last),
-        block % 2 == 0,
-        block % 2 == 1,
-        block % 3 == 2,
-        tile % 2 == 1,
-        tile % 9 == 8,
-        at % 200 == 199,
-        block == block[-1] // 2,
-        (block < 2) | (block > block[-1] - 2),
-        block >= block[-1] // 2,
-        block < block[-1] // 2,
-        (at >= WINDOW) & (at < WINDOW + 5),
-        at == WINDOW - 1,
-        (at - WINDOW) % (2 * WINDOW) < BLOCK,
-    ]
-    rows += [torch.rand(entries, device=device) < share for share in (0.9, 0.1, 0.02, 0.003)]
-    for share in (0.8, 0.3, 0.05):
-        kept = (torch.rand(entries, device=device) < share)[block]
-        rows.append(kept & (torch.rand(entries, device=device) < 0.7))
-    return torch.stack(rows)
-
-
 def cases(entries: int) -> tuple[Tensor, Tensor, Tensor]:
     """Lists, how many entries of each count, and which are valid, in every pattern, whole and cut short."""
     valid = torch.cat([patterns(entries) for _ in range(3)])
@@ -232,23 +202,36 @@ def check(found: Tensor, valid: Tensor, limits: Tensor, parts: int, size: int) -
             assert set(walk[2 + len(want) :]) <= {UNUSED}
 
 
-@pytest.fixture(scope="module", params=["write_walk", "write_tiles"])
-def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """The compiled walk, and its steps."""
+def compile_for_cpu(function: str, folder: Path) -> Path:
     from mla_convert.runtime.kernels._list_walk_cuda import SOURCE
 
     source = SOURCE
     for asm in ("template <int kThreads>", "static __device__ __forceinline__ void meet_walkers"):
         start = source.index(asm)
         source = source[:start] + source[source.index("\n}\n", start) + 3 :]
-    folder = tmp_path_factory.mktemp("walk")
-    (folder / "walk.cc").write_text(MACHINE + source + WALKS + PROGRAM)
-    names = {"FUNCTION": request.param, "TOKENS": TOKENS, "UNUSED": UNUSED}
+    (folder / "walk.cc").write_text(MACHINE + source + WALKS + FOUND + PROGRAM)
+    names = {"FUNCTION": function, "TOKENS": TOKENS, "UNUSED": UNUSED}
     defines = [f"-D{name}={value}" for name, value in names.items()]
     subprocess.run(
         ["g++", "-std=c++17", "-O2", "-w", *defines, "walk.cc", "-o", "walk"], cwd=folder, check=True
     )
-    return folder / "walk", BLOCK if request.param == "write_walk" else TILE
+    return folder / "walk"
+
+
+def run(program: Path, indices: Tensor, limits: Tensor, parts: int) -> Tensor:
+    """What the function wrote, [lists, parts, 4 warps, room]."""
+    lists, entries = indices.shape
+    sizes = torch.tensor([lists, entries, parts, room(entries)], dtype=torch.int32)
+    data = b"".join(x.numpy().tobytes() for x in (sizes, limits, indices))
+    result = subprocess.run([program], input=data, stdout=subprocess.PIPE, check=True).stdout
+    return torch.frombuffer(bytearray(result), dtype=torch.int32).view(lists, parts, 4, room(entries))
+
+
+@pytest.fixture(scope="module", params=["write_walk", "write_tiles"])
+def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """The compiled walk, and its steps."""
+    compiled = compile_for_cpu(request.param, tmp_path_factory.mktemp("walk"))
+    return compiled, BLOCK if request.param == "write_walk" else TILE
 
 
 @pytest.mark.parametrize("parts", [1, 5])
@@ -256,8 +239,18 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_walks(program: tuple[Path, int], entries: int, parts: int) -> None:
     torch.manual_seed(entries)
     indices, limits, valid = cases(entries)
-    sizes = torch.tensor([*valid.shape, parts, room(entries)], dtype=torch.int32)
-    data = b"".join(x.numpy().tobytes() for x in (sizes, limits, indices))
-    result = subprocess.run([program[0]], input=data, stdout=subprocess.PIPE, check=True).stdout
-    found = torch.frombuffer(bytearray(result), dtype=torch.int32).view(len(valid), parts, 4, room(entries))
-    check(found, valid, limits, parts, program[1])
+    check(run(program[0], indices, limits, parts), valid, limits, parts, program[1])
+
+
+def test_found_blocks(tmp_path: Path) -> None:
+    program = compile_for_cpu("write_found", tmp_path)
+    for entries in (1, 65, 2048, 2049, 5000):
+        torch.manual_seed(entries)
+        indices, limits, valid = cases(entries)
+        found = run(program, indices, limits, 1).view(len(indices), -1)
+        for flags, limit, written in zip(valid.tolist(), limits.tolist(), found.tolist(), strict=True):
+            blocks = [at // BLOCK for at in steps(flags, BLOCK, 0, max(limit, 0))]
+            end = max((at + 1 for at in range(limit) if flags[at]), default=0)
+            want = [len(blocks), *(blocks or [0])]
+            assert written[: len(want)] == want and written[-1] == end
+            assert set(written[len(want) : -1]) <= {UNUSED}

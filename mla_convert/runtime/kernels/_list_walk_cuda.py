@@ -1,4 +1,4 @@
-"""How the attention programs of ``sparse_mla`` go through a list, in CUDA C++, past blocks without a valid entry.
+"""How the programs of sparse attention go through a list, in CUDA C++, past blocks without a valid entry.
 
 An entry is valid if it is the number of a token. There are two ways, for what a full list must not pay for:
 
@@ -6,6 +6,8 @@ An entry is valid if it is the number of a token. There are two ways, for what a
   which of their 32 blocks hold a valid one. So which block is next, how many there are, and whether one follows is
   known long before, and the entries of the next are asked for as early as those of a full list.
 - ``next_tile``, for a warp by itself: it looks ahead only where it has come to 16 entries without a valid one.
+
+``find_blocks`` writes the blocks down, for programs that walk a list more than once.
 """
 
 SOURCE = r"""
@@ -119,6 +121,26 @@ static __device__ __forceinline__ int count_blocks(const Walk& walk, const int* 
   for (int from = walk.window + kWindow; from < walk.end; from += kWindow)
     count += __popc(more_blocks(list, from, walk.end, tokens, found));
   return count;
+}
+
+// The numbers of the blocks that hold a valid entry, behind how many those are, and where the list ends. 128 threads.
+static __device__ __forceinline__ void find_blocks(
+    int* blocks, int* length, const int* list, int limit, int tokens, unsigned* found) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int count = 0;
+  for (int from = 0; from < limit; from += kWindow) {
+    const unsigned filled = filled_blocks(list, from, limit, tokens, found);
+    if (warp == 0 && filled >> lane & 1)
+      blocks[1 + count + __popc(filled & ((1u << lane) - 1))] = from / kBlock + lane;
+    count += __popc(filled);
+  }
+  if (warp != 0) return;
+  const int end = list_end(list, limit, tokens);
+  if (lane == 0) {
+    blocks[0] = count;
+    if (count == 0) blocks[1] = 0;
+    *length = end;
+  }
 }
 
 // Where the steps of 16 entries through a list, or one of its parts, begin and end: behind what no entry counts.

@@ -9,6 +9,7 @@ from typing import Any
 
 import tilelang.language as T  # noqa: N812
 
+from mla_convert.runtime.kernels import _list_walk_cuda as list_walk
 from mla_convert.runtime.kernels._common import LOG2E
 
 NOTHING = 1.0e30  # log-sum-exp of a row without keys: every exponential against it is 0
@@ -282,50 +283,6 @@ def unite() -> Any:
     return sparse_mla_backward_unite
 
 
-FIND_THREADS = 256
-
-FIND = """
-// The numbers of the blocks of 64 entries that hold a valid one, behind how many those are, and where the list ends.
-// A warp looks at four blocks at a time: found has a word for each of 8 warps, twice, for the turn before.
-__device__ __forceinline__ void mla_find_blocks(
-    int* blocks, int* length, const int* list, int limit, int tokens, unsigned* found, int* ends) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  int count = 0, end = 0;
-  for (int turn = 0; turn * 2048 < limit; ++turn) {
-    const int first = turn * 2048 + warp * 256 + lane;
-    int entry[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) entry[i] = first + i * 32 < limit ? list[first + i * 32] : -1;
-    unsigned mine = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const unsigned valid = __ballot_sync(0xffffffffu, entry[i] >= 0 && entry[i] < tokens);
-      if (valid) {
-        mine |= 1u << i / 2;
-        end = first - lane + i * 32 + 32 - __clz(valid);
-      }
-    }
-    unsigned* words = found + turn % 2 * 8;
-    if (lane == 0) words[warp] = mine;
-    __syncthreads();
-    unsigned all = 0;
-#pragma unroll
-    for (int w = 0; w < 8; ++w) all |= words[w] << w * 4;
-    if (warp == 0 && all >> lane & 1) blocks[1 + count + __popc(all & ((1u << lane) - 1))] = turn * 32 + lane;
-    count += __popc(all);
-  }
-  if (lane == 0) ends[warp] = end;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    for (int w = 0; w < 8; ++w) end = max(end, ends[w]);
-    blocks[0] = count;
-    if (count == 0) blocks[1] = 0;
-    *length = end;
-  }
-}
-"""
-
-
 def blocks_of() -> Any:
     """``Blocks[s]``: of list s, how many blocks of 64 entries hold a valid one, and then their numbers.
 
@@ -343,10 +300,9 @@ def blocks_of() -> Any:
         Lengths: T.Tensor([lists], "int32"),
         Blocks: T.Tensor([lists, blocks], "int32"),
     ):
-        with T.Kernel(lists, threads=FIND_THREADS) as row:
-            T.import_source(FIND)
-            found = T.alloc_shared([16], "uint32", scope="shared")
-            ends = T.alloc_shared([8], "int32", scope="shared")
+        with T.Kernel(lists, threads=128) as row:
+            T.import_source(list_walk.SOURCE)
+            found = T.alloc_shared([1], "uint32", scope="shared")
             limit = T.alloc_var("int32")
             limit = entries
             if use_limits != 0:
@@ -354,14 +310,13 @@ def blocks_of() -> Any:
             T.evaluate(
                 T.call_extern(
                     "handle",
-                    "mla_find_blocks",
+                    "find_blocks",
                     T.access_ptr(Blocks[row, 0], "w", blocks),
                     T.access_ptr(Lengths[row], "w", 1),
                     T.access_ptr(Indices[row, 0], "r", entries),
                     limit,
                     tokens,
-                    T.access_ptr(found[0], "rw", 16),
-                    T.access_ptr(ends[0], "rw", 8),
+                    T.access_ptr(found[0], "rw", 1),
                 )
             )
 

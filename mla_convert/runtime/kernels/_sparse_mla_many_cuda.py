@@ -207,28 +207,6 @@ MLA_DEVICE void finish(float* out, float* total, const float* reference, Shared&
   }
 }
 
-// Producer: an item's results from where they are staged to memory, a row of a half by each thread.
-template <int kRank, int kRope>
-MLA_DEVICE void send(Shared& s, const Arguments& a, unsigned base, int turn, long long out_row, int first) {
-  using P = Places<kRank, kRope>;
-  await(s.staged, turn & 1);
-  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane % 16;
-  if (first + row < a.heads) {
-    char* to = static_cast<char*>(a.out) + (out_row * a.heads + first + row) * (kRank * 2);
-    if (lane < 16)
-      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
-                   "r"(base + P::kOddLeft + row * (P::kLeft * 2 + 16)), "n"(P::kLeft * 2)
-                   : "memory");
-    else
-      asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to + P::kLeft * 2),
-                   "r"(base + P::kEvenRight + row * (P::kRight * 2 + 16)), "n"(P::kRight * 2)
-                   : "memory");
-  }
-  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
-  meet<kProducers, 128>();
-  if (threadIdx.x % 128 == 0) arrive(s.unstaged);
-}
-
 template <int kRank, int kRope, bool kHalf, bool kSplit>
 MLA_DEVICE void consume_even(const Arguments& a, Shared& s, unsigned base, int items) {
   using P = Places<kRank, kRope>;
