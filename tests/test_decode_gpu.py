@@ -297,6 +297,28 @@ class TestSparse:
         assert torch.allclose(dense[1], sparse[1], atol=1e-4)
 
 
+@pytest.mark.parametrize(("heads", "batch"), [(40, 3), (64, 160), (64, 300), (128, 16), (128, 80)])
+def test_lists_of_many_heads_take_the_sparse_forward(heads: int, batch: int) -> None:
+    """Those without lengths, in parts, whole, and whole ones before others in parts; with lengths, a plan is made."""
+    from mla_convert.runtime.kernels.decode_mla import decode_mla
+    from mla_convert.runtime.kernels.sparse_mla import sparse_mla
+
+    cache = torch.randn(40, 64, 1, 576, device="cuda", dtype=torch.bfloat16) / 10
+    q, sink = queries(batch, 1, heads), torch.randn(heads, device="cuda")
+    indices = listed(batch, 1, 2048, 40 * 64)
+    options = {"scale": 0.05, "attn_sink": sink, "d_v": 512}
+    out, lse = decode_mla(q, cache, indices=indices, **options)
+    want, want_lse = sparse_mla(q[:, 0], cache.view(-1, 576), indices[:, 0], **options)
+    assert torch.equal(out[:, 0], want) and torch.equal(lse[..., 0], want_lse)
+    lengths = torch.full((batch,), 2048, device="cuda")
+    planned, planned_lse = decode_mla(q, cache, indices=indices, topk_length=lengths, **options)
+    assert not torch.equal(planned, out)
+    check_close(out, planned.double())
+    check_lse(lse, planned_lse.double())
+    some = [0, batch // 2, batch - 1]
+    run_decode(q[some], cache, indices=indices[some], attn_sink=sink)
+
+
 @pytest.mark.parametrize("shares", [1, 7, 66, 132])
 @pytest.mark.parametrize(
     "lengths",

@@ -75,6 +75,9 @@ def test_the_queries_left_over_share_lists() -> None:
     assert _division(4096, 16, 32, 132) == (4092, 1, 32)
     assert _division(4096, 64, 8, 132) == (4096, 1, 1), "short lists are no longer than what a launch costs"
     assert _division(64, 64, 32, 132)[0] == 64
+    assert _division(160, 64, 32, 132) == (132, 1, 4), "whole lists go first where few are left"
+    assert _division(80, 128, 32, 132) == (66, 1, 4)
+    assert _division(100, 128, 32, 132) == (100, 1, 1), "a part costs more beside its keys than a list does"
     for queries in range(1, 1400):
         whole, parts, rest_parts = _division(queries, 128, 32, 132)
         assert whole == queries or (whole * 2 % 132 == 0 and parts == 1 and rest_parts > 1)

@@ -3,8 +3,8 @@
 "128 x 8192" is 128 requests of 8192 tokens each, in pages of 64 tokens that lie anywhere in the cache. Calls replay
 a CUDA graph, as servers run them; the one "from the host" does not. Bytes are those of the cache that a call has to
 read once: 1152 a token in bf16 and 656 in FP8. FLOP count the pairs of a query and a token it sees. These kernels plan
-in every call, and FlashMLA's schedule is made beforehand; its sparse decode takes FP8 rows alone. Torch is two
-batched products on a contiguous cache.
+in every call, and FlashMLA's schedule is made beforehand; beside lists of bf16 rows is its sparse prefill, since its
+sparse decode takes FP8 rows alone. Torch is two batched products on a contiguous cache.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def cases() -> Iterator[Case]:
     yield decode("1 x 4096, 16 heads", batch=1, context=4096, heads=16)
     yield decode("1 x 4096, 16 heads, from the host", batch=1, context=4096, heads=16, graph=False)
     for batch in (8, 128):
-        for heads in (16, 128):
+        for heads in (16, 64, 128):
             for fp8 in (False, True):
                 name = f"sparse decode, {'FP8 rows' if fp8 else 'bf16'}, {batch} x {TOPK}, {heads} heads"
                 case: dict[str, Any] = {
@@ -117,7 +117,7 @@ def decode_row(
         near = cache[table.long()].view(batch, context, WIDTH)
         error = None if tokens > 1 else cosine_error(torch_decode(q[some], near[some]), want)
         beside["torch"] = Rival(wrap(lambda: torch_decode(q, near)), error)
-    if sparse == fp8:
+    if sparse or not fp8:
         make = flashmla.sparse_decode if sparse else flashmla.dense_decode
         beside |= flashmla.rival(
             lambda: make(q, held, options), lambda out: cosine_error(out[some][:, :, :heads], want), wrap

@@ -71,7 +71,13 @@ def dense_decode(q_BSHE: Tensor, cache: Tensor, options: dict[str, Any]) -> Call
 
 
 def sparse_decode(q_BSHE: Tensor, rows: Tensor, options: dict[str, Any]) -> Callable[[], Tensor]:
-    """FP8 rows alone; a call that gives the output of the padded heads."""
+    """A call that gives the output of the padded heads. Its decode takes FP8 rows alone; bf16 goes to its prefill."""
+    if rows.dtype == torch.bfloat16:
+        tokens = q_BSHE.shape[:2]
+        call = sparse_prefill(
+            q_BSHE.flatten(0, 1), rows.view(-1, rows.shape[-1]), options["indices"].flatten(0, 1)
+        )
+        return lambda: call().unflatten(0, tokens)
     run = torch.ops.sgl_kernel.sparse_decode_fwd
     fixed = (_padded(q_BSHE), rows.view(torch.float8_e4m3fn), options["indices"], None, None)
     rest = (None, None, None, RANK, SCALE)

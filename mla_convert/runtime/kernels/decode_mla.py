@@ -1,7 +1,9 @@
 """Decode attention of absorbed MLA: new tokens against the latent cache, contiguous or paged, dense or sparse.
 
-The programs are those of ``dense_mla``. B requests, S new tokens of each, T cached tokens,
-H heads, E = d_v + rope (one cached token), K entries on a list.
+The programs are those of ``dense_mla``, which share the work out by the lengths of requests or lists. Lists of more
+than 32 heads whose lengths are not given, of 16-bit rows, go to those of ``sparse_mla``, which are faster.
+
+B requests, S new tokens of each, T cached tokens, H heads, E = d_v + rope (one cached token), K entries on a list.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ from torch import Tensor
 
 from mla_convert.errors import CannotError
 from mla_convert.runtime.decode import check
+from mla_convert.runtime.kernels import sparse_mla
 from mla_convert.runtime.kernels._common import (
+    Argument,
     Signature,
     arguments,
     as_int32,
@@ -65,6 +69,12 @@ def decode_mla(
         return q.new_zeros(batch, queries, heads, d_v), lse_BHS
 
     rows_TE = kv_cache.reshape(-1, kv_cache.shape[-1])
+    if isinstance(work, sparse_mla.Plan):
+        assert indices is not None
+        q_NHE, indices_NK = q.reshape(batch * queries, heads, -1), indices.reshape(batch * queries, -1)
+        out_NHV, lse_NH = sparse_mla.attend(work, q_NHE, rows_TE, indices_NK, None, attn_sink, scale, d_v)
+        return out_NHV.view(batch, queries, heads, d_v), lse_NH.view(batch, queries, heads).transpose(1, 2)
+
     if work.fp8:
         rows_TE = rows_TE.view(torch.uint8)
     elif work.padded:
@@ -88,7 +98,7 @@ def decode_mla(
 
 
 @planned
-def _plan(known: Signature, causal: bool, d_v: int) -> Work | None:
+def _plan(known: Signature, causal: bool, d_v: int) -> Work | sparse_mla.Plan | None:
     """For q and kv_cache, cache_seqlens, block_table, indices, topk_length and attn_sink; None if there is nothing to
     attend to."""
     q, kv_cache, cache_seqlens, block_table, indices, topk_length, attn_sink = arguments(known)
@@ -100,8 +110,12 @@ def _plan(known: Signature, causal: bool, d_v: int) -> Work | None:
     if any(0 in shape for shape in given):
         return None
     fp8, page = is_fp8(kv_cache), kv_cache.shape[1]
-    if indices is not None:  # each token is a request of its own, and its list a table of pages of one row
+    if indices is not None:
         tokens, entries = batch * queries, indices.shape[2]
+        if heads > sparse_mla.FEW and not fp8 and topk_length is None:
+            q = Argument(torch.Size((tokens, *q.shape[2:])), q.dtype, q.device)
+            return sparse_mla.plan_for(q, kv_cache.shape[0] * page, entries, d_v)
+        # Each token is a request of its own, and its list a table of pages of one row.
         return work_for(q, d_v, heads, tokens, 1, page=1, capacity=entries, table=True, fp8=fp8)
     paged = block_table is not None
     capacity = page * (block_table.shape[1] if paged else 1)

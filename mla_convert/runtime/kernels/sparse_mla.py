@@ -94,14 +94,7 @@ def sparse_mla(
         lse_SH = q.new_full((queries, heads), -torch.inf, dtype=torch.float32)
         return q.new_zeros(queries, heads, d_v), lse_SH
 
-    if plan.padded:
-        q, kv = (pad_features(x, d_v, plan.rank, plan.rope) for x in (q, kv))
-    q, kv = launchable(q), launchable(kv)
-    indices = launchable(as_int32(indices))
-    limits_S = None if topk_length is None else launchable(as_int32(topk_length))
-    sink_H = None if attn_sink is None else launchable(attn_sink.to(torch.float32))
-    out_SHR, lse_SH = run_on(plan.device, _launch, plan, q, kv, indices, limits_S, sink_H, scale)
-    return (out_SHR if plan.rank == d_v else out_SHR[..., :d_v].contiguous()), lse_SH
+    return attend(plan, q, kv, indices, topk_length, attn_sink, scale, d_v)
 
 
 class _Share(NamedTuple):
@@ -116,7 +109,7 @@ class _Share(NamedTuple):
     whole: int = 0  # up to ``FEW`` heads: how many queries go first, whose lists have one part
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """What the sizes of a call decide."""
 
     device: torch.device
@@ -131,13 +124,18 @@ class _Plan(NamedTuple):
 
 
 @planned
-def _plan(known: Signature, d_v: int) -> _Plan | None:
+def _plan(known: Signature, d_v: int) -> Plan | None:
     """For q, kv, indices, topk_length and attn_sink; None if there is nothing to attend to."""
     q, kv, indices, topk_length, attn_sink = arguments(known)
     check_sparse(q, kv, indices, topk_length, attn_sink, d_v)
     if reason := unsupported(q, d_v, 1.0):
         raise CannotError(f"The sparse attention kernel cannot run: {reason}.")
-    (queries, heads, width), tokens, entries = q.shape, kv.shape[0], indices.shape[1]
+    return plan_for(q, kv.shape[0], indices.shape[1], d_v)
+
+
+def plan_for(q: Argument, tokens: int, entries: int, d_v: int) -> Plan | None:
+    """How queries [S, H, E] and their lists are shared out; None if there is nothing to attend to."""
+    queries, heads, width = q.shape
     if not (queries and heads and tokens and entries):
         return None
     rank, rope = native(heads, d_v, width - d_v)
@@ -150,7 +148,7 @@ def _plan(known: Signature, d_v: int) -> _Plan | None:
         shares = [_share(slice(0, whole), parts, heads, rank, rope, q)]
     if shares[0].queries.stop < queries:
         shares.append(_share(slice(whole, queries), rest_parts, heads, rank, rope, q))
-    return _Plan(
+    return Plan(
         q.device,
         q.dtype,
         queries,
@@ -192,8 +190,29 @@ def _few(queries: int, whole: int, parts: int, heads: int, rank: int, rope: int,
     )
 
 
+def attend(
+    plan: Plan,
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    topk_length: Tensor | None,
+    attn_sink: Tensor | None,
+    scale: float,
+    d_v: int,
+) -> tuple[Tensor, Tensor]:
+    """Queries [S, H, E] to the tokens [T, E] of their lists [S, K], as ``plan_for`` has planned it."""
+    if plan.padded:
+        q, kv = (pad_features(x, d_v, plan.rank, plan.rope) for x in (q, kv))
+    q, kv = launchable(q), launchable(kv)
+    indices = launchable(as_int32(indices))
+    limits_S = None if topk_length is None else launchable(as_int32(topk_length))
+    sink_H = None if attn_sink is None else launchable(attn_sink.to(torch.float32))
+    out_SHR, lse_SH = run_on(plan.device, _launch, plan, q, kv, indices, limits_S, sink_H, scale)
+    return (out_SHR if plan.rank == d_v else out_SHR[..., :d_v].contiguous()), lse_SH
+
+
 def _launch(
-    plan: _Plan,
+    plan: Plan,
     q_SHE: Tensor,
     kv_TE: Tensor,
     indices_SK: Tensor,
@@ -221,7 +240,7 @@ def _launch(
 
 def _attend(
     share: _Share,
-    plan: _Plan,
+    plan: Plan,
     q_SHE: Tensor,
     kv_TE: Tensor,
     indices_SK: Tensor,
@@ -239,7 +258,7 @@ def _attend(
 
 def _attend_in_parts(
     share: _Share,
-    plan: _Plan,
+    plan: Plan,
     q_SHE: Tensor,
     kv_TE: Tensor,
     indices_SK: Tensor,
@@ -273,7 +292,7 @@ def _attend_in_parts(
 
 def _attend_few(
     share: _Share,
-    plan: _Plan,
+    plan: Plan,
     q_SHE: Tensor,
     kv_TE: Tensor,
     indices_SK: Tensor,
@@ -318,20 +337,23 @@ def _division(queries: int, heads: int, blocks: int, multiprocessors: int) -> tu
     as long again as one list takes. Sharing those lists costs two launches more, about eight blocks of 64 keys; up
     to ``FEW`` heads, the merge alone, since the parts are items of the same launch.
     """
-    tiles = _tiles(heads)
+    tiles, few = _tiles(heads), heads <= FEW
     rows = queries * tiles
-    parts = _parts(rows, blocks, multiprocessors)
+    parts = _parts(rows, blocks, multiprocessors, few)
     over = rows % multiprocessors
-    if heads <= FEW:
+    if few:
         takers = multiprocessors * (PAIRS if _paired(heads, queries, multiprocessors) else 1)
         over = queries % takers
         if parts == 1 and over and queries > takers:
             shared = min(blocks, takers // over)
             if blocks - -(-blocks // shared) > 6:
                 return queries - over, 1, shared
-    elif parts == 1 and over and over % tiles == 0 and rows > multiprocessors:
+    elif over and over % tiles == 0 and rows > multiprocessors:
         shared = _parts(over, blocks, multiprocessors)
-        if shared > 1 and _cost(over, blocks, multiprocessors, shared) + 8 < blocks + 3:
+        apart = (
+            _cost(rows - over, blocks, multiprocessors, 1) + _cost(over, blocks, multiprocessors, shared) + 8
+        )
+        if shared > 1 and apart < _cost(rows, blocks, multiprocessors, parts):
             return queries - over // tiles, 1, shared
     return queries, parts, 1
 
@@ -358,19 +380,25 @@ def _entry(what: str, *key: Any) -> Callable[..., None]:
     return launcher(builders[what](*key))
 
 
-def _parts(rows: int, blocks: int, multiprocessors: int) -> int:
-    """How many thread blocks share a list: what fills the GPU soonest, in units of one block of 64 keys.
-
-    A thread block costs about three such units beside its keys, and merging about four.
-    """
+def _parts(rows: int, blocks: int, multiprocessors: int, few: bool = False) -> int:
+    """How many thread blocks share a list: what fills the GPU soonest, in units of one block of 64 keys."""
     if rows >= 4 * multiprocessors:
         return 1
 
-    return min(range(1, min(blocks, 32) + 1), key=functools.partial(_cost, rows, blocks, multiprocessors))
+    def cost(parts: int) -> int:
+        return _cost(rows, blocks, multiprocessors, parts, few)
+
+    return min(range(1, min(blocks, 32) + 1), key=cost)
 
 
-def _cost(rows: int, blocks: int, multiprocessors: int, parts: int) -> int:
-    return -(-rows * parts // multiprocessors) * (-(-blocks // parts) + 3) + (4 if parts > 1 else 0)
+def _cost(rows: int, blocks: int, multiprocessors: int, parts: int, few: bool = False) -> int:
+    """The time of ``rows`` lists, each shared by so many thread blocks.
+
+    Beside its keys a thread block takes about three units, seven for a part of more than ``FEW`` heads, whose results
+    it stores in float32; and merging takes four.
+    """
+    beside = 3 if few or parts == 1 else 7
+    return -(-rows * parts // multiprocessors) * (-(-blocks // parts) + beside) + (4 if parts > 1 else 0)
 
 
 def unsupported(q_SHE: Tensor | Argument, d_v: int, scale: float) -> str | None:
